@@ -1,0 +1,112 @@
+"""What one forward pass computes, as plain integers.
+
+The scheduler writes a Batch, the runner reads it, nobody changes it. It names blocks and rows,
+never tensors, and knows nothing of requests: answers come back in the order of `samples`,
+`heads` and `scores`.
+
+    rows      one query token each: its id, its position, the slot its KV goes to
+    runs      consecutive positions of KV that some rows read; one per segment on a path
+    copies    copy-on-write, done before any row is written
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from agentkv.sampling_params import SamplingParams
+
+NO_SLOT = -1
+"""Slot of a row whose KV is in the pool already: the row is computed for its logits alone."""
+
+
+class BlockCopy(NamedTuple):
+    """Copy the first `num_tokens` slots of a block into another, in every layer."""
+
+    src_block_id: int
+    dst_block_id: int
+    num_tokens: int
+
+
+class Run(NamedTuple):
+    """KV positions [start, end) and the rows that read them.
+
+    A row at position p reads the positions of its runs below p + 1, so a run may reach beyond
+    what a row reads: that is causality among a branch's own new tokens. A run's rows are
+    consecutive because the scheduler puts rows in the order of the tree.
+    """
+
+    segment_id: int
+    start: int
+    end: int
+    block_ids: tuple[int, ...]
+    """Blocks from the one that holds `start` on: the (start // block_size)-th of the path first."""
+    first_row: int
+    num_rows: int
+
+
+class Stream(NamedTuple):
+    """A branch's random stream; the draw for a token is a function of it and the position."""
+
+    seed: int
+    ordinal: int
+    """The branch's number among those forked in one call; 0 for a context used alone."""
+
+
+class Sample(NamedTuple):
+    """One token to choose."""
+
+    row: int | None
+    """Row whose logits to use, or None: use `head`."""
+    head: object
+    """Logits kept by an earlier step (opaque here), or None."""
+    params: SamplingParams
+    stream: Stream
+    position: int
+    """Position the chosen token will have."""
+
+
+class Score(NamedTuple):
+    """One log-probability to report: that of `token` under the logits of a row or a head."""
+
+    row: int | None
+    head: object
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+    """Slot of each row, block_id * block_size + offset, or NO_SLOT."""
+    runs: tuple[Run, ...]
+    copies: tuple[BlockCopy, ...]
+    samples: tuple[Sample, ...]
+    heads: tuple[int, ...]
+    """Rows whose logits the caller wants to keep."""
+    scores: tuple[Score, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Query tokens of this step."""
+        return len(self.token_ids)
+
+
+class Sampled(NamedTuple):
+    """One chosen token."""
+
+    token: int
+    logprob: float | None
+    """Natural logarithm, before temperature and filters; None when it was not asked for."""
+    failed: bool = False
+    """The logits were not finite: no token was chosen, and the sequence must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a runner answers, in the order the Batch asked."""
+
+    samples: tuple[Sampled, ...]
+    heads: tuple[object, ...]
+    scores: tuple[float, ...]

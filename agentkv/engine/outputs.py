@@ -1,0 +1,137 @@
+"""What the engine answers: frozen values, in the order a stream delivers them.
+
+    Branches        once, first: the contexts the tokens will be committed to
+    Chunk           any number: what one step added to one branch
+    Finish          once per branch, last
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agentkv.core.views import ContextView, PoolView, Usage
+from agentkv.errors import AgentKVError
+
+
+class FinishReason(StrEnum):
+    """Why a branch stopped generating."""
+
+    STOP = "stop"
+    """A stop text, a stop token or the model's end of sequence."""
+    LENGTH = "length"
+    """`max_tokens`, or the model's longest context."""
+    ERROR = "error"
+    """See `Finish.error`; what was committed before stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The contexts of a stream, by branch number."""
+
+    contexts: tuple[ContextView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens one step committed to one branch, and the text they completed."""
+
+    branch: int
+    token_ids: tuple[int, ...]
+    text: str
+    """May be empty (half a character, a held-back stop) or longer than the tokens' own text."""
+    logprobs: tuple[float, ...]
+    """One per token when `logprobs` was asked for, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of one branch."""
+
+    branch: int
+    reason: FinishReason
+    context: ContextView | None
+    """The context after its last committed token; None when it was released meanwhile."""
+    usage: Usage
+    seed: int | None
+    """Seed that replays the branch; None when greedy."""
+    error: AgentKVError | None = None
+    stop: str | None = None
+    """The stop text that ended it, if one did."""
+    num_tokens_before_stop: int | None = None
+    """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
+
+
+Update = Branches | Chunk | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answer of Create and Extend."""
+
+    context: ContextView
+    usage: Usage
+    pool: PoolView
+    logprobs: tuple[float, ...] = ()
+    """Of each extended token given all before it, when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationScore:
+    """Log-probabilities of one continuation, natural logarithm, one per token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Answer of Score, in the order of the continuations."""
+
+    scores: tuple[ContinuationScore, ...]
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Answer of Release."""
+
+    num_released: int
+    blocks_freed: int
+    """Blocks no context holds any more: free, or cached until needed."""
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a client may want to know of the model."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    """Width of the logits: every token id is below it."""
+    max_length: int
+    """Most committed tokens of one context."""
+    num_layers: int
+    dtype: str
+    bytes_per_block: int
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """The engine at a glance."""
+
+    model: ModelFacts
+    pool: PoolView
+    num_contexts: int
+    num_running: int
+    num_waiting: int
+    computed_tokens: int
+    """Rows run since start."""
+    num_forks: int
+    num_block_copies: int
+    num_preemptions: int
