@@ -109,7 +109,7 @@ class _Layout:
         """Places the fork inside a block, past every window that is near."""
         near = [window for window in shape.windows if window + block_size <= _LONGEST_PREFIX]
         start = max([block_size, *near])
-        return cls(block_size, start // block_size * block_size + block_size // 2 + 1)
+        return cls(block_size, -(-start // block_size) * block_size + max(1, block_size // 2))
 
     @property
     def length(self) -> int:
