@@ -21,9 +21,10 @@ from agentkv_kernels.plan import AttentionPlan
 
 _Ints = npt.NDArray[np.int64]
 
-SHARE_MIN_TOKENS = 160
-"""KV reads a call of its own must save: a call and its merge cost about as much as gathering and
-attending to that many tokens in the padded batch."""
+SHARE_CALL_TOKENS = 128
+SHARE_ROW_TOKENS = 12
+"""What a call of its own and the merge of its rows cost, in tokens gathered and attended to in the
+padded batch: where the two broke even on one thread, 2 to 32 rows, 9/3 heads of 64."""
 IN_PLACE_MIN_TOKENS = 192
 """Consecutive slots from which on a call of its own, without a gather, beats the padded batch."""
 MAX_PADDING = 512
@@ -129,7 +130,7 @@ class _Cutter:
 
     def _add_seen_by_all(self, rows: Sequence[int], slots: _Ints) -> None:
         """Adds slots to share where that pays, else to each row's own."""
-        if (len(rows) - 1) * len(slots) >= SHARE_MIN_TOKENS:
+        if _sharing_pays(len(rows), (len(rows) - 1) * len(slots)):
             self._add_shared(rows, slots)
         else:
             for row in rows:
@@ -160,7 +161,7 @@ class _Cutter:
             triangle = plan.slots(run, high - 1, int(ends[-1]))
             self._add_piece(rows, _as_index(triangle), causal=True)
             return
-        if (len(rows) - 1) * (high - low) >= SHARE_MIN_TOKENS:
+        if _sharing_pays(len(rows), (len(rows) - 1) * (high - low)):
             self._add_shared(rows, plan.slots(run, low, high))
         else:
             high = low
@@ -172,7 +173,7 @@ class _Cutter:
         """Whether each row sees one position more than the row before: a chunk of one branch."""
         num_rows = len(ends)
         return (
-            num_rows * (num_rows - 1) // 2 >= SHARE_MIN_TOKENS
+            _sharing_pays(num_rows, num_rows * (num_rows - 1) // 2)
             and bool((begins == begins[0]).all())
             and bool((np.diff(ends) == 1).all())
         )
@@ -192,7 +193,7 @@ class _Cutter:
         sees &= (positions < low) | (positions >= high)
         wanted = sees.any(0)
         slots = self.plan.slots(run, first, last)
-        if int(sees.sum()) - int(wanted.sum()) < SHARE_MIN_TOKENS:
+        if not _sharing_pays(len(rows), int(sees.sum()) - int(wanted.sum())):
             for row, seen in zip(rows, sees, strict=True):
                 if seen.any():
                     self._add_private(int(row), slots[seen])
@@ -272,6 +273,11 @@ class _Cutter:
         """Turns visibility into what is added to scores."""
         mask = torch.zeros(sees.shape, dtype=self.dtype)
         return mask.masked_fill_(torch.from_numpy(~sees), -torch.inf)
+
+
+def _sharing_pays(num_rows: int, num_saved: int) -> bool:
+    """Whether a call of its own is worth not reading `num_saved` tokens again."""
+    return num_saved >= SHARE_CALL_TOKENS + SHARE_ROW_TOKENS * num_rows
 
 
 def _join(parts: list[_Ints]) -> _Ints:
