@@ -13,16 +13,25 @@ Shapes used throughout:
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from agentkv_kernels import reference
+from agentkv_kernels import cpu, reference
 from agentkv_kernels.plan import AttentionPlan
 
-Implementation = Literal["reference"]
+Implementation = Literal["reference", "cpu"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class _Options(TypedDict):
+    """What the implementations take by keyword."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def tree_attention(
@@ -35,7 +44,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    implementation: Implementation = "reference",
+    implementation: Implementation | None = None,
 ) -> Tensor:
     """Attends every row to the KV its runs let it see; AttentionPlan defines what that is.
 
@@ -51,7 +60,8 @@ def tree_attention(
         window: Positions a row sees at most, itself included (q - k < window); None: all.
         softcap: Scores become softcap * tanh(score / softcap); None: unchanged.
         sinks: (num_q_heads,) logits added to each row's softmax denominator; None: nothing.
-        implementation: "reference" is the specification, slow.
+        implementation: "cpu" reads shared KV once; "reference" is the specification, slow, on
+            any device. None: "cpu" for CPU tensors, else "reference".
 
     Returns:
         (num_rows, num_q_heads, v_head_dim), contiguous, in the query's dtype. A row that sees
@@ -63,11 +73,16 @@ def tree_attention(
     """
     _check_attention(query, k_cache, v_cache, plan)
     _check_modifiers(query, window, softcap, sinks)
+    options = _Options(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if implementation is None:
+        implementation = "cpu" if query.device.type == "cpu" else "reference"
+    if implementation == "cpu":
+        if query.device.type != "cpu":
+            raise ValueError(f"implementation 'cpu' cannot run on {query.device}")
+        return cpu.tree_attention(query, k_cache, v_cache, plan, **options)
     if implementation == "reference":
-        return reference.tree_attention(
-            query, k_cache, v_cache, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )[0]
-    raise ValueError(f"implementation must be 'reference', not {implementation!r}")
+        return reference.tree_attention(query, k_cache, v_cache, plan, **options)[0]
+    raise ValueError(f"implementation must be 'reference' or 'cpu', not {implementation!r}")
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

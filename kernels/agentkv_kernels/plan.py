@@ -185,15 +185,15 @@ class AttentionPlan:
         slots = ids[:, None] * size + np.arange(size)
         return slots.reshape(-1)[begin - first * size : end - first * size]
 
-    def derived(self, make: "Callable[[AttentionPlan, int | None], _T]", window: int | None) -> _T:
-        """Returns `make(self, window)`, computed once until the next `advance`.
+    def derived(self, make: Callable[..., _T], *arguments: Hashable) -> _T:
+        """Returns `make(self, *arguments)`, computed once until the next `advance`.
 
         This is where an implementation keeps what depends on the plan but not on the layer. Layers
         with different windows get different results.
         """
-        key = (make, window)
+        key = (make, *arguments)
         if key not in self._derived:
-            self._derived[key] = make(self, window)
+            self._derived[key] = make(self, *arguments)
         result: _T = self._derived[key]
         return result
 

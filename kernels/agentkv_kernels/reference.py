@@ -4,6 +4,8 @@ Owns the meaning of the operation. It knows nothing of speed: every other implem
 with this one. Nothing that a row does not see is loaded.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,13 +22,14 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    rows: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends each row to what the plan lets it see; arguments as in `ops.tree_attention`.
 
     With scores s = softcap(scale * q.k) over the visible positions and a head's sink z,
     out = sum(exp(s) * v) / (exp(z) + sum(exp(s))) and lse = log(exp(z) + sum(exp(s))), where a head
     without a sink has exp(z) = 0. A row that sees nothing has out = 0 and lse = z, -inf without
-    one.
+    one. Rows outside of `rows`, when given, are not computed and come out likewise.
 
     Returns:
         out, (num_rows, num_q_heads, v_head_dim) in the query's dtype, and the natural-log lse,
@@ -38,7 +41,7 @@ def tree_attention(
     out = query.new_zeros((num_rows, num_q_heads, v_head_dim))
     lse = query.new_full((num_rows, num_q_heads), -torch.inf, dtype=dtype)
     slots_of_row = _slots_by_row(plan, window)
-    for row in range(num_rows):
+    for row in range(num_rows) if rows is None else rows:
         slots = slots_of_row[row].to(k_cache.device)
         keys = _take(k_cache, slots).to(dtype)  # (num_kv, num_kv_heads, head_dim)
         values = _take(v_cache, slots).to(dtype)
