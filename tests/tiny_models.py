@@ -154,12 +154,15 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 
 
-def build_tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Builds the family's model with random weights in fp32, ready to run.
+def build_tiny_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """Builds the family's model with random weights, ready to run.
 
     Args:
         family: A name of this module's table, such as `llama` or `gemma3`.
         seed: Of the weights; two calls with one seed give equal models.
+        dtype: Of the weights, rounded from the same fp32 ones.
         changes: Fields of the configuration to set otherwise.
     """
     factory: Any = AutoModelForCausalLM  # the library does not type its methods
@@ -169,5 +172,5 @@ def build_tiny_model(family: str, *, seed: int = 0, **changes: Any) -> PreTraine
         for name, weight in model.named_parameters():
             if name.endswith("sinks"):  # left uninitialised by the library
                 torch.nn.init.normal_(weight)
-    built: PreTrainedModel = model.eval()
+    built: PreTrainedModel = model.to(dtype).eval()
     return built

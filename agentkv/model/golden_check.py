@@ -54,7 +54,7 @@ def check_model(
     sampler: TokenSampler,
     *,
     block_size: int,
-    implementation: Implementation = "reference",
+    implementation: Implementation | None = None,
 ) -> GoldenReport:
     """Compares two forked branches with the model's own attention on each branch's tokens.
 

@@ -65,7 +65,7 @@ class ModelRunner:
         kv: KVCache,
         sampler: TokenSampler,
         *,
-        implementation: Implementation = "reference",
+        implementation: Implementation | None = None,
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
         """Pairs a model with its pool.
@@ -74,13 +74,14 @@ class ModelRunner:
             model: The one that `kv.shape` was taken from.
             kv: The device pool.
             sampler: Chooses tokens from logits.
-            implementation: Of the kernels; `reference` is the specification, and slow.
+            implementation: Of the kernels: `reference` is the specification, and slow; None takes
+                the one for the device.
             slice_bytes: Most bytes of fp32 logits that one call of the sampler sees.
         """
         self.kv = kv
         self._model = model
         self._sampler = sampler
-        self._implementation: Implementation = implementation
+        self._implementation = implementation
         self._slice_bytes = slice_bytes
         self._planner = AttentionPlanner(kv.block_size)
         self._num_steps = 0
@@ -206,7 +207,7 @@ class _PagedStep:
         slots: Tensor,  # (num_rows,) int64, NO_SLOT where nothing is written
         *,
         is_writing: bool,
-        implementation: Implementation,
+        implementation: Implementation | None,
     ) -> None:
         self.layers: list[int] = []
         self._kv = kv

@@ -4,6 +4,7 @@ The slow twin of the model layer: eager attention, one branch at a time, nothing
 """
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ SUPPORTED = (
 class Compared:
     """Branches with the logits of every token, to compare at the end."""
 
-    def __init__(self, model: PreTrainedModel, *, block_size: int) -> None:
-        self.forked = HandForked(model, block_size=block_size)
+    def __init__(self, model: PreTrainedModel, *, block_size: int, **options: Any) -> None:
+        self.forked = HandForked(model, block_size=block_size, **options)
         self.logits: dict[HandBranch, list[Tensor]] = {}
         self._random = Random(1)
 
@@ -71,15 +72,19 @@ class Compared:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_branches_equal_their_tokens_run_alone(family: str, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "block_size"), [("reference", 4), ("cpu", 4), ("cpu", 16)]
+)
+def test_branches_equal_their_tokens_run_alone(
+    family: str, implementation: str, block_size: int
+) -> None:
     """Catches any leak between branches, a wrong cut or copy, and every slot read unwritten.
 
     Chunked prefill, a fork at the head and one inside a sealed block, steps that mix chunks of
     different length with decodes, a fork of a fork, and each last token recomputed in place; the
     pool is NaN wherever nothing was written.
     """
-    run = Compared(build_tiny_model(family), block_size=block_size)
+    run = Compared(build_tiny_model(family), block_size=block_size, implementation=implementation)
     root, stranger = run.create(), run.create()
     run.step((root, 7), (stranger, 2))
     run.step((root, 3))
@@ -115,7 +120,8 @@ def test_case_077_global_layers_keep_what_lies_before_the_window() -> None:
         branch = forked.create()
         (logits,) = forked.step((branch, [first_token, *range(10, 73)]))
         torch.testing.assert_close(logits, forked.expected(branch), rtol=0, atol=TOLERANCE)
-        return logits[-1]
+        last: Tensor = logits[-1]
+        return last
 
     mixed = ["sliding_attention", "full_attention"] * 2
     change = (last_logits(3, mixed) - last_logits(4, mixed)).abs().max()
@@ -156,7 +162,7 @@ def test_layers_that_share_kv_name_their_donor() -> None:
     ],
 )
 def test_unsupported_families_are_refused_by_name(
-    family: str, changes: dict[str, object], what: str
+    family: str, changes: dict[str, Any], what: str
 ) -> None:
     """Catches a family that is served although it is known to come out wrong."""
     model = build_tiny_model(family, **changes)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tiny_models import WINDOW, build_tiny_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.attention import (
@@ -50,7 +51,7 @@ def record(model: PreTrainedModel) -> list[LayerCall]:
 def call_hook(layer: nn.Module | None = None, mask: Tensor | None = None, **given: Any) -> Any:
     use_agentkv_attention(build_tiny_model("llama"))
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    hook = AttentionInterface()[ATTENTION_NAME]
+    hook = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
     recorder = Recorder()
     hook(layer or Layer(), query, key, key, mask, agentkv_step=recorder, **given)
     (call,) = recorder.calls
@@ -94,8 +95,8 @@ def test_sinks_arrive() -> None:
 def test_unknown_arguments_are_refused_by_name(name: str) -> None:
     """Catches an argument that changes attention and is swallowed."""
     with pytest.raises(UnsupportedModelError, match=name):
-        call_hook(**{name: torch.zeros(1)})
-    call_hook(**{name: None})
+        call_hook(None, None, **{name: torch.zeros(1)})
+    call_hook(None, None, **{name: None})
 
 
 def test_arguments_without_effect_pass() -> None:

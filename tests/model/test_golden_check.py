@@ -7,6 +7,7 @@ import torch
 from hand_forked import GreedySampler
 from tiny_models import WINDOW, build_tiny_model
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.attention import ATTENTION_NAME, use_agentkv_attention
@@ -30,7 +31,7 @@ def test_right_models_pass(family: str, block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_passes_within_a_wider_tolerance(dtype: torch.dtype) -> None:
     """Catches rounding taken for a fault."""
-    report = check(build_tiny_model("llama").to(dtype))
+    report = check(build_tiny_model("llama", dtype=dtype))
     assert 0 < report.error < report.tolerance
 
 
@@ -56,7 +57,7 @@ def test_llama4_is_caught_by_its_numbers_alone() -> None:
         device=model.device,
         vocab_size=97,
     )
-    with pytest.raises(UnsupportedModelError, match="Llama4ForCausalLM differs .* use another"):
+    with pytest.raises(UnsupportedModelError, match=r"Llama4ForCausalLM differs .* use another"):
         check_model(model, shape, GreedySampler(), block_size=16)
 
 
@@ -68,11 +69,9 @@ def test_an_attention_feature_that_gets_lost_is_caught(
     family: str, argument: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a check whose tokens are too few, or too alike, to show a lost feature."""
-    from transformers import AttentionInterface
-
     model = build_tiny_model(family)
     shape = describe_model(model)
-    ours = AttentionInterface()[ATTENTION_NAME]
+    ours = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 
     def losing(*args: Any, **given: Any) -> Any:
         given.pop(argument, None)

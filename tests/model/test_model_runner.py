@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ def assert_same_bytes(kv: KVCache, before: list[Tensor]) -> None:
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
 
 
-def forked(**options: object) -> HandForked:
-    return HandForked(build_tiny_model("llama"), **options)  # type: ignore[arg-type]
+def forked(**options: Any) -> HandForked:
+    return HandForked(build_tiny_model("llama"), **options)
 
 
 def decode(
@@ -292,7 +293,7 @@ def test_a_failed_step_leaves_no_plan_behind() -> None:
 
 def test_half_precision_heads_are_full_precision() -> None:
     """Catches heads kept in the model's dtype, which a sampler would then add up in."""
-    run = HandForked(build_tiny_model("llama").bfloat16())
+    run = HandForked(build_tiny_model("llama", dtype=torch.bfloat16))
     branch = run.create()
     batch = run.batch((branch, PROMPT), heads=[6], samples=[sample_of(6)])
     (head,) = run.runner.run(batch).heads
