@@ -6,7 +6,6 @@ what it is given. This file knows no blocks.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,10 +20,7 @@ from agentkv.model.attention import (
     forward,
     use_agentkv_attention,
 )
-
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_MOVING_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary embeddings whose base follows the longest position of the batch: cached K disagrees."""
+from agentkv.model.support import check_supported
 
 
 class LayerShape(NamedTuple):
@@ -83,7 +79,8 @@ def describe_model(model: PreTrainedModel) -> ModelShape:
         UnsupportedModelError: The family is known to come out wrong, or works in a way that is
             not understood; names what.
     """
-    _refuse_known_faults(model)
+    check_supported(model.config)
+    _check_head(model)
     use_agentkv_attention(model)
     witness = _Witness()
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -132,41 +129,14 @@ def _layer_shape(model: PreTrainedModel, call: LayerCall, calls: list[LayerCall]
     return LayerShape(num_kv_heads, head_dim, donor, call.window)
 
 
-def _refuse_known_faults(model: PreTrainedModel) -> None:
-    """Raises for what a run of one token cannot show.
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises for a model that has no logits of chosen rows.
 
     Raises:
-        UnsupportedModelError: Names the class and what of it is unsupported.
+        UnsupportedModelError: Names the class.
     """
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; only decoders are served."
-        )
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; supported are "
-            f"{', '.join(sorted(_KNOWN_LAYER_TYPES))}."
-        )
-    if moving := set(_rope_types(getattr(config, "rope_parameters", None))) & _MOVING_ROPE:
-        raise UnsupportedModelError(
-            f"{name} uses rotary embeddings of type {', '.join(sorted(moving))}: they change with "
-            "the longest position of a batch, so KV in the pool would not fit later tokens."
-        )
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
-            f"{name} cannot compute the logits of chosen rows (no logits_to_keep): load it as a "
-            "causal language model."
+            f"{type(model).__name__} cannot compute the logits of chosen rows (no logits_to_keep): "
+            "load it as a causal language model."
         )
-
-
-def _rope_types(parameters: object) -> Iterator[str]:
-    """Finds every rope type, in a flat description or in one per layer type."""
-    if not isinstance(parameters, Mapping):
-        return
-    for name, value in parameters.items():
-        if name in ("rope_type", "type"):
-            yield str(value)
-        else:
-            yield from _rope_types(value)
