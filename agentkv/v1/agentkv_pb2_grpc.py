@@ -130,8 +130,8 @@ class ContextServiceServicer(object):
         """Generates tokens on a context and commits each before it is sent. One message holds all tokens
         of one engine step. Cancelling leaves the context at its last committed token. Fails with
         CONTEXT_BUSY, CONTEXT_MOVED, CONTEXT_RELEASED (released while it ran), KV_BLOCKS_EXHAUSTED,
-        QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe to
-        repeat with `expected_length`.
+        QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe
+        to repeat with `expected_length`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

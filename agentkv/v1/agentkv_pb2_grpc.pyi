@@ -72,8 +72,8 @@ class ContextServiceStub:
     """Generates tokens on a context and commits each before it is sent. One message holds all tokens
     of one engine step. Cancelling leaves the context at its last committed token. Fails with
     CONTEXT_BUSY, CONTEXT_MOVED, CONTEXT_RELEASED (released while it ran), KV_BLOCKS_EXHAUSTED,
-    QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe to
-    repeat with `expected_length`.
+    QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe
+    to repeat with `expected_length`.
     """
     GenerateBranches: _grpc.UnaryStreamMultiCallable[_agentkv_pb2.GenerateBranchesRequest, _agentkv_pb2.GenerateBranchesResponse]
     """Forks a context and generates on every branch, in one call. The first message carries the
@@ -132,8 +132,8 @@ class ContextServiceAsyncStub(ContextServiceStub):
     """Generates tokens on a context and commits each before it is sent. One message holds all tokens
     of one engine step. Cancelling leaves the context at its last committed token. Fails with
     CONTEXT_BUSY, CONTEXT_MOVED, CONTEXT_RELEASED (released while it ran), KV_BLOCKS_EXHAUSTED,
-    QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe to
-    repeat with `expected_length`.
+    QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe
+    to repeat with `expected_length`.
     """
     GenerateBranches: _aio.UnaryStreamMultiCallable[_agentkv_pb2.GenerateBranchesRequest, _agentkv_pb2.GenerateBranchesResponse]  # type: ignore[assignment]
     """Forks a context and generates on every branch, in one call. The first message carries the
@@ -213,8 +213,8 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates tokens on a context and commits each before it is sent. One message holds all tokens
         of one engine step. Cancelling leaves the context at its last committed token. Fails with
         CONTEXT_BUSY, CONTEXT_MOVED, CONTEXT_RELEASED (released while it ran), KV_BLOCKS_EXHAUSTED,
-        QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe to
-        repeat with `expected_length`.
+        QUEUE_FULL, SLOW_READER or ENGINE_STEP_FAILED; tokens committed before the failure stay. Safe
+        to repeat with `expected_length`.
         """
 
     @_abc_1.abstractmethod
