@@ -10,7 +10,10 @@
     ├── SlowReader          the stream was not read in time; the context survives
     ├── Unauthenticated     the credentials are missing or wrong
     ├── Unavailable         the server is starting, draining or stalled; try again
-    └── InternalError       our fault; the message names a log id, never the cause
+    ├── DeadlineExceeded    the call took longer than its deadline allows; carries no reason
+    ├── Cancelled           the call was cancelled before it ended; carries no reason
+    ├── InternalError       our fault; the message names a log id, never the cause
+    └── UnsupportedModelError   the model cannot be served exactly; never crosses the wire
 
 The reasons and their gRPC codes stand in `agentkv.status`. This module knows no wire.
 """
@@ -157,6 +160,17 @@ class Unavailable(AgentKVError):
     """The server cannot be reached, is draining, or its engine is stalled; try again."""
 
     default_reason = Reason.SHUTTING_DOWN
+
+
+class DeadlineExceeded(AgentKVError):
+    """The call took longer than its deadline, or the server's longest deadline, allows.
+
+    What it had committed stays: `Get` says where the context is.
+    """
+
+
+class Cancelled(AgentKVError):
+    """The call was cancelled before it ended; what it had committed stays."""
 
 
 class InternalError(AgentKVError):

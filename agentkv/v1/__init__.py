@@ -1,0 +1,1 @@
+"""Generated from protos/agentkv/v1/agentkv.proto by `make protos`; not to be edited."""
