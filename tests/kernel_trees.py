@@ -105,6 +105,41 @@ def random_tree(
     return TreeMaker(seed, block_size, permuted=permuted).make(num_rows, max_len=max_len)
 
 
+def decode_tree(num_rows: int, prefix: int, own: int) -> Tree:
+    """One shared prefix and `num_rows` branches with `own` tokens each, blocks of 16."""
+    ids = list(range(-(-prefix // 16) + num_rows * (-(-own // 16) + 1)))
+    count, head = len(ids), -(-prefix // 16)
+    runs = [KVRun(0, prefix, ids[:head], range(num_rows))]
+    for row in range(num_rows):
+        needed = -(-(prefix + own) // 16) - prefix // 16
+        runs.append(KVRun(prefix, prefix + own, ids[head : head + needed], range(row, row + 1)))
+        head += needed
+    return Tree(16, count, tuple(runs), (prefix + own,) * num_rows)
+
+
+def chunk_tree(*chunks: tuple[int, int], prefix: int = 20) -> Tree:
+    """A shared prefix, and below it a branch per (length, new rows); blocks of 4."""
+    num_rows = sum(rows for _, rows in chunks)
+    head, row = -(-prefix // 4), 0
+    runs = [KVRun(0, prefix, range(head), range(num_rows))]
+    kv_lens: list[int] = []
+    for length, rows in chunks:
+        end = prefix + length
+        needed = -(-end // 4) - prefix // 4
+        runs.append(KVRun(prefix, end, range(head, head + needed), range(row, row + rows)))
+        kv_lens.extend(range(end - rows + 1, end + 1))
+        head, row = head + needed, row + rows
+    return Tree(4, head, tuple(runs), tuple(kv_lens))
+
+
+def permute_blocks(tree: Tree) -> Tree:
+    """The same tree with its blocks elsewhere in the pool, so that hardly any are consecutive."""
+    ids = list(range(tree.num_blocks))
+    random.Random(3).shuffle(ids)
+    runs = tuple(run._replace(block_ids=tuple(ids[i] for i in run.block_ids)) for run in tree.runs)
+    return Tree(tree.block_size, tree.num_blocks, runs, tree.kv_lens)
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """What one layer gets."""

@@ -124,13 +124,15 @@ class AttentionPlan:
             grown: Runs that reach further, each at most once.
 
         Raises:
-            ValueError: Another number of rows, an unknown run, a run that shrinks, a run without
-                the blocks its new end needs.
+            ValueError: Another number of rows, an unknown run, a run named twice, a run that
+                shrinks, a run without the blocks its new end needs.
         """
         if len(kv_lens) != len(self.kv_lens):
             raise ValueError(f"kv_lens must have {len(self.kv_lens)} entries, not {len(kv_lens)}")
         if len(kv_lens) and min(kv_lens) < 0:
             raise ValueError(f"kv_lens must not be negative, got {min(kv_lens)}")
+        if len({growth.run for growth in grown}) < len(grown):
+            raise ValueError("grown must name each run at most once")
         appended = [self._check_growth(growth) for growth in grown]
         for growth, ids in zip(grown, appended, strict=True):
             self.ends[growth.run] = growth.end

@@ -84,6 +84,8 @@ def test_advance_refuses_and_changes_nothing(
     plan = AttentionPlan.build([KVRun(0, 8, [0, 1], range(2))], [8, 8], block_size=4)
     with pytest.raises(ValueError, match=message):
         plan.advance(kv_lens, [growth])
+    with pytest.raises(ValueError, match="at most once"):
+        plan.advance([8, 8], [RunGrowth(0, 8, [2]), RunGrowth(0, 8, [3])])
     assert plan.kv_lens == [8, 8]
     assert plan.ends == [8]
     assert plan.blocks[0].tolist() == [0, 1]

@@ -1,16 +1,23 @@
 """The CPU implementation against the specification, over trees of every shape."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch
-from kernel_trees import Inputs, Tree, make_inputs, norm_error, random_tree
+from kernel_trees import (
+    Inputs,
+    Tree,
+    chunk_tree,
+    decode_tree,
+    make_inputs,
+    norm_error,
+    permute_blocks,
+    random_tree,
+)
 
 from agentkv_kernels import (
     AttentionPlan,
     KVRun,
-    RunGrowth,
     partial_attention,
     reference,
     tree_attention,
@@ -62,35 +69,6 @@ def check(
     assert norm_error(got, expected) < BOUNDS[got.dtype]
 
 
-def decode_tree(num_rows: int, prefix: int, own: int, *, consecutive: bool = True) -> Tree:
-    """One shared prefix and `num_rows` branches with `own` tokens each, blocks of 16."""
-    ids = list(range(-(-prefix // 16) + num_rows * (-(-own // 16) + 1)))
-    if not consecutive:
-        ids = ids[::2] + ids[1::2][::-1]
-    count, head = len(ids), -(-prefix // 16)
-    runs = [KVRun(0, prefix, ids[:head], range(num_rows))]
-    for row in range(num_rows):
-        needed = -(-(prefix + own) // 16) - prefix // 16
-        runs.append(KVRun(prefix, prefix + own, ids[head : head + needed], range(row, row + 1)))
-        head += needed
-    return Tree(16, count, tuple(runs), (prefix + own,) * num_rows)
-
-
-def chunk_tree(*chunks: tuple[int, int], prefix: int = 20) -> Tree:
-    """A shared prefix, and below it a branch per (length, new rows); blocks of 4."""
-    num_rows = sum(rows for _, rows in chunks)
-    head, row = -(-prefix // 4), 0
-    runs = [KVRun(0, prefix, range(head), range(num_rows))]
-    kv_lens: list[int] = []
-    for length, rows in chunks:
-        end = prefix + length
-        needed = -(-end // 4) - prefix // 4
-        runs.append(KVRun(prefix, end, range(head, head + needed), range(row, row + rows)))
-        kv_lens.extend(range(end - rows + 1, end + 1))
-        head, row = head + needed, row + rows
-    return Tree(4, head, tuple(runs), tuple(kv_lens))
-
-
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
@@ -135,7 +113,7 @@ def test_modifiers(window: int | None, softcap: float | None, with_sinks: bool) 
     trees = [random_tree(seed, num_rows=14, max_len=60) for seed in range(6)]
     trees += [
         decode_tree(8, 300, 20),
-        decode_tree(8, 300, 20, consecutive=False),
+        permute_blocks(decode_tree(8, 300, 20)),
         chunk_tree((60, 50), (30, 40), (9, 3)),
         chunk_tree((300, 300), prefix=0),
     ]
@@ -150,14 +128,19 @@ def test_sinks_alone() -> None:
     check(tree := decode_tree(4, 300, 0), make_inputs(tree), with_sinks=True)
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
-def test_decode_and_chunks(consecutive: bool) -> None:
+@pytest.mark.parametrize("permuted", [False, True])
+def test_decode_and_chunks(permuted: bool) -> None:
     """Catches faults in the shapes a server runs: fan-out, one stream, chunks of many branches."""
-    for shape in ((16, 512, 20), (3, 16, 1), (1, 0, 300), (5, 0, 210), (4, 1000, 0)):
-        check(tree := decode_tree(*shape, consecutive=consecutive), make_inputs(tree))
-    check(tree := chunk_tree((100, 100)), make_inputs(tree))
-    check(tree := chunk_tree((70, 64), (64, 64), (3, 3), (40, 1)), make_inputs(tree))
-    check(tree := chunk_tree(*[(8, 4)] * 12), make_inputs(tree))
+    shapes = ((16, 512, 20), (3, 16, 1), (1, 0, 300), (5, 0, 210), (4, 1000, 0))
+    trees = [decode_tree(*shape) for shape in shapes]
+    trees += [
+        chunk_tree((100, 100)),
+        chunk_tree((70, 64), (64, 64), (3, 3), (40, 1)),
+        chunk_tree(*[(8, 4)] * 12),
+    ]
+    for tree in trees:
+        chosen = permute_blocks(tree) if permuted else tree
+        check(chosen, make_inputs(chosen))
 
 
 def test_rows_read_a_run_to_different_ends() -> None:
@@ -240,76 +223,11 @@ def test_later_tokens_do_not_spread(poison: float, window: int | None) -> None:
             torch.testing.assert_close(got[row], expected[row], rtol=1e-5, atol=1e-6)
 
 
-def split_runs(tree: Tree, at: int) -> Tree:
-    """The same tree with every run cut at one position."""
-    runs: list[KVRun] = []
-    for run in tree.runs:
-        bounds = sorted({run.start, run.end, min(max(at, run.start), run.end)})
-        for begin, end in pairwise(bounds):
-            first = begin // tree.block_size - run.start // tree.block_size
-            runs.append(KVRun(begin, end, run.block_ids[first:], run.rows))
-    return Tree(tree.block_size, tree.num_blocks, tuple(runs), tree.kv_lens)
-
-
-def inline_runs(tree: Tree) -> Tree:
-    """The same tree with nothing shared: every row lists every run for itself."""
-    runs = tuple(run._replace(rows=(row,)) for run in tree.runs for row in run.rows)
-    return Tree(tree.block_size, tree.num_blocks, runs, tree.kv_lens)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_cut_of_the_tree_gives_one_answer(seed: int) -> None:
-    """Catches results that depend on how sharing is expressed."""
-    tree = random_tree(seed, num_rows=10, max_len=120)
-    inputs = make_inputs(tree)
-
-    def attend(tree: Tree) -> torch.Tensor:
-        caches = (inputs.k_cache, inputs.v_cache)
-        return tree_attention(inputs.query, *caches, tree.plan(), scale=inputs.scale)
-
-    expected = attend(tree)
-    assert norm_error(attend(inline_runs(tree)), expected) < 1e-5
-    for at in (1, 7, 16, 33):
-        assert norm_error(attend(split_runs(tree, at)), expected) < 1e-5
-
-
-def test_constant_values_come_back() -> None:
-    """Catches weights that do not sum to one, which random values hide in the tolerance."""
-    for tree in (*map(random_tree, range(6)), decode_tree(16, 512, 20), chunk_tree((70, 64))):
-        inputs = make_inputs(tree)
-        inputs.v_cache.masked_fill_(inputs.v_cache.isfinite(), 0.75)
-        out = tree_attention(
-            inputs.query, inputs.k_cache, inputs.v_cache, tree.plan(), scale=inputs.scale
-        )
-        sees = torch.tensor([bool(tree.visible_slots(r)) for r in range(len(tree.kv_lens))])
-        torch.testing.assert_close(out[sees], torch.full_like(out[sees], 0.75), rtol=0, atol=1e-6)
-        assert not out[~sees].any()
-
-
 def test_extreme_scores() -> None:
     """Catches overflow: scores of +-60 and rows that attend to one token only."""
     tree = decode_tree(6, 300, 20)
     inputs = make_inputs(tree)
     check(tree, Inputs(inputs.query * 40, inputs.k_cache, inputs.v_cache, inputs.scale))
-
-
-def test_advance_keeps_the_answers() -> None:
-    """Catches groupings of an old step used in a new one."""
-    tree = decode_tree(6, 300, 40)
-    inputs = make_inputs(tree)
-    short = tuple(run._replace(end=301) if run.start else run for run in tree.runs)
-    plan = AttentionPlan.build(short, [301] * 6, block_size=16)
-    for end in range(302, 341):
-        # Rows advance unevenly, as when some branches wait.
-        ends = [end if row < 3 else 301 + (end - 301) // 2 for row in range(6)]
-        plan.advance(ends, [RunGrowth(row + 1, ends[row]) for row in range(6)])
-        runs = (tree.runs[0], *(tree.runs[row + 1]._replace(end=ends[row]) for row in range(6)))
-        anew = AttentionPlan.build(runs, ends, block_size=16)
-        out, expected = (
-            tree_attention(inputs.query, inputs.k_cache, inputs.v_cache, p, scale=inputs.scale)
-            for p in (plan, anew)
-        )
-        assert torch.equal(out, expected)
 
 
 def test_no_rows() -> None:
