@@ -1,8 +1,8 @@
 """What the engine answers: frozen values, in the order a stream delivers them.
 
-    Branches        once, first: the contexts the tokens will be committed to
-    Chunk           any number: what one step added to one branch
-    Finish          once per branch, last
+Branches        once, first: the contexts the tokens will be committed to
+Chunk           any number: what one step added to one branch
+Finish          once per branch, last
 """
 
 from dataclasses import dataclass
