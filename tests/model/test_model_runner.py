@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hand_forked import GreedySampler, HandBranch, HandForked
+from hand_forked import HandBranch, HandForked
 from tiny_models import VOCAB_SIZE, build_tiny_model
 from torch import Tensor
 
-from agentkv.core.batch import Batch, BlockCopy, Sample, Score, Stream
+from agentkv.core.batch import Batch, BlockCopy, Sample, Sampled, Score, Stream
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
+from agentkv.model.sampler import Sampler, token_logprobs
 from agentkv.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
@@ -126,22 +127,43 @@ def test_kept_heads_outlive_their_step() -> None:
     assert head.untyped_storage().nbytes() == 4 * VOCAB_SIZE
 
 
-def test_logits_are_reduced_in_bounded_slices() -> None:
+class WidthSampler(Sampler):
+    """The real sampler, keeping how many rows it was given."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []
+
+    def sample(self, logits: Tensor, samples: Sequence[Sample]) -> list[Sampled]:
+        self.widths.append(len(logits))
+        return super().sample(logits, samples)
+
+
+def test_logits_are_reduced_in_bounded_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a long score that converts all its rows of logits at once."""
+    widths = []
+
+    def keep_width(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+        widths.append(len(logits))
+        return token_logprobs(logits, tokens)
+
+    monkeypatch.setattr("agentkv.model.model_runner.token_logprobs", keep_width)
     model = build_tiny_model("llama")
     kv = KVCache(describe_model(model), num_blocks=8, block_size=4)
-    sampler = GreedySampler()
-    runner = ModelRunner(model, kv, sampler, slice_bytes=3 * 4 * VOCAB_SIZE + 1)
     rows = BranchRows(PROMPT, 0, (Piece(0, 0, 7, (2, 5)),))
-    scores = [Score(row, None, row + 10) for row in range(7)]
-    samples = [sample_of(row) for row in range(4)]
-    result = runner.run(batch_of([rows], block_size=4, scores=scores, samples=samples))
-    assert sampler.widths == [3, 1, 3, 3, 1]
-    whole = ModelRunner(model, kv, GreedySampler()).run(
-        batch_of([rows], block_size=4, scores=scores, samples=samples)
+    batch = batch_of(
+        [rows],
+        block_size=4,
+        scores=[Score(row, None, row + 10) for row in range(7)],
+        samples=[sample_of(row) for row in range(4)],
     )
-    assert result.scores == pytest.approx(whole.scores, abs=TOLERANCE)
-    assert result.samples == whole.samples
+    sampler = WidthSampler()
+    sliced = ModelRunner(model, kv, sampler, slice_bytes=3 * 4 * VOCAB_SIZE + 1).run(batch)
+    assert sampler.widths == [3, 1]
+    assert widths == [3, 3, 1]
+    whole = ModelRunner(model, kv, sampler).run(batch)
+    assert sampler.widths == [3, 1, 4]
+    assert sliced.scores == pytest.approx(whole.scores, abs=TOLERANCE)
+    assert sliced.samples == whole.samples
 
 
 def test_rows_without_slot_write_nothing() -> None:
