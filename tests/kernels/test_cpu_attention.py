@@ -116,6 +116,7 @@ def test_modifiers(window: int | None, softcap: float | None, with_sinks: bool) 
         permute_blocks(decode_tree(8, 300, 20)),
         chunk_tree((60, 50), (30, 40), (9, 3)),
         chunk_tree((300, 300), prefix=0),
+        chunk_tree((300, 60), prefix=0),  # a window of 100: all rows see some of it, none all
     ]
     for tree in trees:
         inputs = make_inputs(tree, window=window)

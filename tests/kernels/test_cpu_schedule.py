@@ -100,3 +100,19 @@ def test_what_no_window_reaches_is_not_read() -> None:
     runs += [KVRun(4096, 4112, [256 + r], [r]) for r in range(8)]
     result = schedule(runs, [4112] * 8, window=512)
     assert num_read(result) == 512 - 16 + 8 * 16
+
+
+def test_a_window_over_a_chunk_reads_each_position_once() -> None:
+    """Catches what all rows see being read again where they differ, at either end."""
+    result = schedule([KVRun(0, 300, range(19), range(60))], list(range(241, 301)), window=150)
+    shared, ragged = result.pieces
+    assert shared.slots == slice(150, 241)
+    assert ragged.mask is not None
+    assert num_read(result) == 300 - 91
+
+
+def test_positions_between_two_windows_are_not_read() -> None:
+    """Catches slots loaded though no row sees them: they may hold anything."""
+    kv_lens = [*range(101, 141), *range(901, 941)]
+    result = schedule([KVRun(0, 940, range(59), range(80))], kv_lens, window=30)
+    assert num_read(result) == 2 * (30 + 39)
