@@ -75,12 +75,36 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return inner
 
 
+class OpenCalls(ServiceInterceptor):
+    """Counts the calls of the service that are open, health watchers and the like left out."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    async def around(self, behaviour: Behaviour, request: Any, rpc: Rpc, method: str) -> Any:
+        """Counts the call while its behaviour runs."""
+        self._num_open += 1
+        self._none_open.clear()
+        try:
+            return await behaviour(request, rpc)
+        finally:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._none_open.set()
+
+    async def wait_none(self) -> None:
+        """Waits until no call is open."""
+        await self._none_open.wait()
+
+
 class ErrorInterceptor(ServiceInterceptor):
     """Ends every failed call with a status of the closed table, and never with a cause of ours.
 
-    Outermost, so that nothing passes it. gRPC alone would send any exception's text to the
-    client, and would leave the client waiting for ever when a handler raises a CancelledError
-    that is not the call's own.
+    Outermost but for the counting, so that nothing passes it. gRPC alone would send any
+    exception's text to the client, and would leave the client waiting for ever when a handler
+    raises a CancelledError that is not the call's own.
     """
 
     async def around(self, behaviour: Behaviour, request: Any, rpc: Rpc, method: str) -> Any:

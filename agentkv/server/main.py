@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc.aio
@@ -17,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from agentkv.config import ServerConfig
 from agentkv.errors import InvalidRequest
-from agentkv.server.interceptors import DeadlineInterceptor, ErrorInterceptor
+from agentkv.server.interceptors import DeadlineInterceptor, ErrorInterceptor, OpenCalls
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.service import ContextService
 from agentkv.v1 import agentkv_pb2 as pb
@@ -25,8 +26,8 @@ from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 
 SERVICE_NAME: Final = pb.DESCRIPTOR.services_by_name["ContextService"].full_name
 MAX_SEND_BYTES: Final = 16 << 20
-LAST_WORDS: Final = 1.0
-"""Seconds that streams have to deliver their status once the engine has stopped."""
+LAST_WORDS: Final = 0.5
+"""Seconds that calls have to deliver their status once the engine has stopped."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Server:
         self._engine = engine
         self._config = config
         self._health = health.aio.HealthServicer()
+        self._open_calls = OpenCalls()
         self._grpc: grpc.aio.Server | None = None
         self._port = config.port
 
@@ -80,10 +82,15 @@ class Server:
             return
         await self._health.enter_graceful_shutdown()
         logger.info("Stopping: open calls have %g s.", self._config.grace)
-        drained = asyncio.create_task(server.stop(self._config.grace + LAST_WORDS))
-        await asyncio.wait([drained], timeout=self._config.grace)
+        # Waits on our own calls: a health watcher stays open for as long as the server lets it.
+        stopping = asyncio.create_task(server.stop(self._config.grace + 2 * LAST_WORDS))
+        await asyncio.sleep(0)  # from here on new calls are refused
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.grace):
+                await self._open_calls.wait_none()
         await self._engine.stop()
-        await drained
+        await server.stop(LAST_WORDS)
+        await stopping
         logger.info("Stopped.")
 
     async def __aenter__(self) -> "Server":
@@ -99,7 +106,8 @@ class Server:
         config = self._config
         server = grpc.aio.server(
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
-            interceptors=[
+            interceptors=[  # the first is the outermost
+                self._open_calls,
                 ErrorInterceptor(),
                 DeadlineInterceptor(default=config.default_deadline, longest=config.max_deadline),
             ],

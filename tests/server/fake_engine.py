@@ -131,9 +131,14 @@ class FakeStream:
         return self
 
     async def __anext__(self) -> tuple[Update, ...]:
+        if self._engine.steps_before_hold == 0:
+            self._engine.steps_before_hold = None
+            self._engine.gate.clear()
         await self._engine.pass_gate()
         if not self._steps:
             raise StopAsyncIteration
+        if self._engine.steps_before_hold is not None:
+            self._engine.steps_before_hold -= 1
         return self._steps.pop(0)()
 
 
@@ -145,6 +150,8 @@ class FakeEngine:
         chunk_text: Text of each generated token.
         branch_error: What the last branch of a generation ends with, if anything.
         gate: Generation waits while it is clear.
+        steps_before_hold: Steps of a generation after which it closes the gate by itself. The
+            server shares the loop with the client, and may be steps ahead of what is read.
         all_closed: Set when no stream is open any more.
         calls: Names of the methods called, in order.
     """
@@ -159,6 +166,7 @@ class FakeEngine:
         self.branch_error: AgentKVError | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+        self.steps_before_hold: int | None = None
         self.waiting = asyncio.Event()
         self.open_streams: set[FakeStream] = set()
         self.all_closed = asyncio.Event()
