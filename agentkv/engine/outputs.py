@@ -1,26 +1,13 @@
 """What the engine answers: frozen values, in the order a stream delivers them.
 
-    Branches        once, first: the contexts the tokens will be committed to
-    Chunk           any number: what one step added to one branch
-    Finish          once per branch, last
+A stream is `Branches` once and first, any number of `Chunk`s, and one `Finish` per branch.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 
+from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.errors import AgentKVError
-
-
-class FinishReason(StrEnum):
-    """Why a branch stopped generating."""
-
-    STOP = "stop"
-    """A stop text, a stop token or the model's end of sequence."""
-    LENGTH = "length"
-    """`max_tokens`, or the model's longest context."""
-    ERROR = "error"
-    """See `Finish.error`; what was committed before stays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,94 @@
+"""What a request can need, what there is, and who gives way.
+
+Under pressure, in this order: prefix cache goes; idle contexts give up KV, least recently used
+first, and recompute it at their next use; the youngest running request waits (`StepPlanner`);
+the request is refused with numbers. What is pinned never gives way.
+"""
+
+from agentkv.core.block_writes import plan_writes
+from agentkv.core.context_store import ContextStore
+from agentkv.core.request import Request
+from agentkv.core.request_queues import RequestQueues
+from agentkv.core.segment import Hold
+from agentkv.errors import PoolExhausted
+
+
+class Admission:
+    """Decides on blocks: possible at all, possible now, and made free when they are needed."""
+
+    def __init__(self, store: ContextStore, queues: RequestQueues, watermark: int) -> None:
+        self._store = store
+        self._tree = store.tree
+        self._queues = queues
+        self._watermark = watermark
+
+    def require_possible(self, request: Request) -> None:
+        """Makes sure that a request could run if all that may give way did.
+
+        Raises:
+            PoolExhausted: It could not: the pool is too small, or too much of it is pinned.
+        """
+        need = self._num_needed(request)
+        if need > self._room(request, Hold.PINNED):
+            raise self._exhausted(need)
+
+    def may_start(self, request: Request) -> bool:
+        """Whether a waiting request's blocks can all be had now, beside what others were promised.
+
+        Counts copy-on-write, and the block the first sampled token will be written to.
+        """
+        need = self._num_needed(request)
+        promised = sum(other.num_promised for other in self._queues.running)
+        ahead = 0
+        if self._queues.running and request.params is not None:
+            ahead = int(request.params.max_tokens > 1)
+        if need + ahead + promised > self._room(request, Hold.FIRM):
+            return False
+        request.num_promised = need
+        return True
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Frees blocks until `num_blocks` are free, by cache and idle contexts alone."""
+        if self._tree.evict(num_blocks):
+            return True
+        idle = [context for context in self._store if context.hold is Hold.KV]
+        idle.sort(key=lambda context: (context.request is not None, context.last_used))
+        for context in idle:
+            self._store.set_hold(context, Hold.TOKENS)
+            if self._tree.evict(num_blocks):
+                return True
+        return False
+
+    def _num_needed(self, request: Request) -> int:
+        tail = request.context.tail
+        return plan_writes(self._tree, tail, tail.end).num_blocks
+
+    def _room(self, request: Request, hold: Hold) -> int:
+        """Blocks beside those held at this level or above, by this request's own path too."""
+        context = request.context
+        before = context.hold
+        self._store.set_hold(context, max(before, hold))
+        held = self._tree.residency.held[hold]
+        self._store.set_hold(context, before)
+        return self._tree.pool.num_blocks - self._watermark - held
+
+    def _exhausted(self, need: int) -> PoolExhausted:
+        pool, held = self._tree.pool, self._tree.residency.held
+        reclaimable = pool.num_blocks - pool.num_free - held[Hold.FIRM]
+        usable = pool.num_blocks - self._watermark
+        advice = (
+            "Release or unpin contexts, then try again."
+            if need <= usable
+            else "Start the server with a larger pool, or use a shorter context."
+        )
+        return PoolExhausted(
+            f"{need} more blocks are needed; {pool.num_free} of {usable} are free and "
+            f"{reclaimable} reclaimable. {advice}",
+            metadata={
+                "need": need,
+                "free": pool.num_free,
+                "reclaimable": reclaimable,
+                "total": pool.num_blocks,
+            },
+            retry_after=1.0 if need <= usable else None,
+        )

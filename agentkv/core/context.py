@@ -1,0 +1,54 @@
+"""What a handle names: a tail segment, a length, how firmly it is kept, and where it came from.
+
+A context knows its place in the tree and in the lineage; it does not know its handle's wire form,
+and changes nothing in the tree by itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentkv.core.segment import Hold, Segment
+
+if TYPE_CHECKING:
+    from agentkv.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """One context.
+
+    Invariants: `length` tokens of its path are committed, and more are there only while a request
+    extends it; at most one mutating request at a time.
+    """
+
+    id: str
+    tenant: str
+    tail: Segment
+    length: int
+    """Committed tokens: the public state."""
+    hold: Hold
+    """How firmly its KV is kept now."""
+    idle_hold: Hold
+    """How firmly it is kept while no request runs on it."""
+    create_time: float
+    parent: "Context | None" = None
+    """The context it was forked from; stays readable after that one's release."""
+    fork_position: int = 0
+    ordinal: int = 0
+    """Number of its random stream: differs between the children of one fork, and from theirs."""
+    depth: int = 0
+    root_id: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    children: "dict[Context, None]" = field(default_factory=dict)
+    """Living contexts forked from it."""
+    request: "Request | None" = None
+    """The request that may change it, if any."""
+    is_released: bool = False
+    last_used: int = 0
+    """Logical time of its last use; orders who gives way."""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its KV never gives way."""
+        return self.idle_hold is Hold.PINNED

@@ -1,0 +1,397 @@
+"""The tree of segments behind all contexts: where paths part, and who keeps what.
+
+It owns the shape: fork, append, truncate, release, and what remains as prefix cache. How blocks
+come to segments is `block_writes`; how firmly they are kept is `residency`. It knows no context,
+no request and no tensor: a context is a tail segment here, held at a level.
+
+    root(tenant)
+      └─ S0  tokens 0..7   blocks [7, 3]
+           ├─ S1  tokens 8..9    blocks [9]      tail of A, and of C forked from it: one segment
+           └─ S2  tokens 8..11   blocks [5]      tail of B, which wrote token 10 after a fork at 10
+"""
+
+from array import array
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import count, pairwise
+
+from agentkv.core import prefix_match
+from agentkv.core.block_pool import BlockPool
+from agentkv.core.head_logits import HeadLogits
+from agentkv.core.residency import Residency
+from agentkv.core.segment import Hold, Segment
+
+
+class ContextTree:
+    """All segments of one pool, below one root per key; nothing is shared between roots.
+
+    A fork costs nothing in the length of the context: children share their parent's tail until
+    one of them appends. A segment without context and with a single child is one run of tokens
+    with it, and the two are joined; so the last holder of a partly filled block finds the block
+    in its own segment, and writes in place.
+
+    Invariants: those of `Segment`, `BlockPool` and `Residency`; a child starts where its parent
+    ends; no empty segment but the roots; no context-free segment has exactly one child.
+    """
+
+    def __init__(self, pool: BlockPool, *, block_size: int, head_capacity: int = 256) -> None:
+        self.block_size = block_size
+        self.pool = pool
+        self.residency = Residency(pool, block_size)
+        self.heads = HeadLogits(head_capacity)
+        self._roots: dict[Hashable, Segment] = {}
+        self._ids = count(1)
+        self._ticks = count(1)
+
+    def root(self, key: Hashable) -> Segment:
+        """Finds or makes the root of a tenant, model, adapter and KV dtype."""
+        if key not in self._roots:
+            self._roots[key] = Segment(next(self._ids), 0, array("I"), None)
+        return self._roots[key]
+
+    # -- verbs: a tail in, a tail out -------------------------------------------------------
+
+    def open(self, key: Hashable, tokens: "array[int]", hold: Hold) -> tuple[Segment, int]:
+        """Starts a path with these tokens on the longest cached prefix.
+
+        Returns:
+            The tail, and how many tokens have KV already: whole blocks.
+        """
+        root = self.root(key)
+        match = prefix_match.longest_match(root, tokens, self.block_size)
+        tail = self.fork(match.segment, match.length) if match.length else root
+        self.attach(tail, hold)
+        if match.length < len(tokens):
+            tail = self.append(tail, tokens[match.length :], hold)
+        return tail, match.length
+
+    def fork(self, tail: Segment, position: int) -> Segment:
+        """Finds the segment that ends at `position` on this path, cutting one if need be."""
+        assert 0 <= position <= tail.end
+        node = tail
+        while not node.is_root and node.start >= position:
+            assert node.parent is not None
+            node = node.parent
+        return node if node.end == position else self.split(node, position)
+
+    def append(self, tail: Segment, tokens: Iterable[int], hold: Hold) -> Segment:
+        """Adds tokens, yet without KV, to the path of one context; returns its new tail."""
+        if not tail.is_sealed:
+            tail.tokens.extend(tokens)
+            self.heads.drop(tail)
+            return tail
+        child = Segment(next(self._ids), tail.end, array("I", tokens), tail)
+        tail.children[child] = None
+        self.attach(child, hold)
+        tail.num_contexts -= 1
+        self.residency.unhold(tail, Hold.TOKENS, hold)
+        return child
+
+    def truncate(self, tail: Segment, position: int, hold: Hold) -> Segment:
+        """Moves a context's pointer to an earlier position; returns its new tail."""
+        target = self.fork(tail, position)
+        if target is not tail:
+            self.attach(target, hold)
+            self.detach(tail, hold)
+        return target
+
+    def attach(self, tail: Segment, hold: Hold, count: int = 1) -> None:
+        """Lets `count` more contexts end here, each held at this level."""
+        if count:
+            tail.num_contexts += count
+            self.residency.hold(tail, Hold.TOKENS, hold, count)
+
+    def detach(self, tail: Segment, hold: Hold) -> None:
+        """Lets go of one context's path: what nobody holds becomes prefix cache or is freed."""
+        self.touch(tail)
+        tail.num_contexts -= 1
+        self.residency.unhold(tail, Hold.TOKENS, hold)
+        self._retire(tail)
+
+    def rehold(self, tail: Segment, old: Hold, new: Hold) -> None:
+        """Changes how firmly one context's path is kept."""
+        if new > old:
+            self.residency.hold(tail, Hold(old + 1), new)
+        elif new < old:
+            self.residency.unhold(tail, Hold(new + 1), old)
+
+    def touch(self, tail: Segment) -> int:
+        """Makes this path the most recently used; returns the logical time."""
+        tail.last_used = next(self._ticks)
+        return tail.last_used
+
+    def evict(self, num_free: int) -> bool:
+        """Frees KV that nobody holds, least recently used leaf first, until so much is free."""
+        while self.pool.num_free < num_free:
+            leaf = self.residency.pop_leaf()
+            if leaf is None:
+                return False
+            self.shed(leaf, num_free - self.pool.num_free)
+        return True
+
+    def shed(self, leaf: Segment, num_blocks: int) -> None:
+        """Drops the KV of up to `num_blocks` blocks at the end of a leaf, tokens too if unheld."""
+        kept = max(0, len(leaf.blocks) - num_blocks)
+        boundary = (leaf.start // self.block_size + kept) * self.block_size
+        self.strip(leaf, max(leaf.start, boundary))
+        if not leaf.holds[Hold.TOKENS]:
+            self._retire(leaf)
+        elif leaf.blocks:
+            self.residency.offer(leaf)
+
+    def flush(self) -> None:
+        """Evicts everything that no context holds."""
+        self.evict(self.pool.num_blocks - self.residency.held[Hold.KV])
+
+    # -- paths -------------------------------------------------------------------------------
+
+    def path(self, tail: Segment) -> list[Segment]:
+        """Lists the segments from below the root to the tail."""
+        nodes = []
+        node = tail
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def tokens(self, tail: Segment) -> "array[int]":
+        """Reads all tokens of a path."""
+        tokens = array("I")
+        for segment in self.path(tail):
+            tokens.extend(segment.tokens)
+        return tokens
+
+    def token_at(self, tail: Segment, position: int) -> int:
+        """Reads one token of a path."""
+        node = tail
+        while node.start > position:
+            assert node.parent is not None
+            node = node.parent
+        return node.tokens[position - node.start]
+
+    def last_tokens(self, tail: Segment, count: int) -> "array[int]":
+        """Reads up to `count` tokens at the end of a path."""
+        tokens, node = array("I"), tail
+        while node.parent is not None and len(tokens) < count:
+            tokens = node.tokens + tokens
+            node = node.parent
+        return tokens[-count:]
+
+    def num_computed(self, tail: Segment) -> int:
+        """Counts the leading tokens of a path that have KV."""
+        node, computed = tail, tail.end
+        while node.parent is not None and not node.is_computed:
+            computed, node = node.num_computed, node.parent
+        return computed
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Walks all segments but the roots, parents before children."""
+        for root in self._roots.values():
+            for child in root.children:
+                yield from self._walk(child)
+
+    def _walk(self, segment: Segment) -> Iterator[Segment]:
+        nodes = [segment]
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes.extend(node.children)
+
+    # -- shape -------------------------------------------------------------------------------
+
+    def split(self, segment: Segment, position: int) -> Segment:
+        """Cuts a segment in two; returns the upper part. Contexts and children stay below.
+
+        The cut costs a copy of the tokens behind it, so a cut near the end is cheap however long
+        the segment is.
+        """
+        assert segment.start < position < segment.end
+        size = self.block_size
+        parent = segment.parent
+        assert parent is not None
+        prefix_match.unindex(segment)
+        upper = Segment(next(self._ids), segment.start, segment.tokens, parent)
+        segment.tokens = upper.tokens[position - segment.start :]
+        del upper.tokens[position - segment.start :]
+        if segment.num_computed > position:
+            first = segment.start // size
+            cut = -(-position // size) - first
+            below = segment.blocks[position // size - first :]
+            upper.set_blocks(segment.blocks[:cut])
+            segment.set_blocks(below)
+            if position % size:
+                self.pool.acquire(below[0])
+            upper.num_computed = position
+        else:
+            upper.set_blocks(segment.blocks)
+            segment.set_blocks([])
+            upper.num_computed = segment.num_computed
+            segment.num_computed = position
+        segment.start = position
+        upper.holds = [int(held > 0) for held in segment.holds]
+        upper.last_used = segment.last_used
+        upper.num_kv_children = int(bool(segment.blocks))
+        upper.children[segment] = None
+        segment.parent = upper
+        del parent.children[segment]
+        parent.children[upper] = None
+        for part in (upper, segment):
+            prefix_match.index(part, size)
+        self.residency.offer(upper)
+        return upper
+
+    def join(self, segment: Segment) -> None:
+        """Joins a segment with its single child if no context ends at it; the child remains."""
+        if segment.is_root or segment.num_contexts or len(segment.children) != 1:
+            return
+        (child,) = segment.children
+        parent = segment.parent
+        assert parent is not None
+        for part in (child, segment):
+            prefix_match.unindex(part)
+        blocks = segment.blocks
+        if child.blocks:
+            is_cut = child.start % self.block_size != 0
+            if is_cut:  # both list the block that a fork cut
+                self.pool.release([child.blocks[0]])
+            blocks = blocks + child.blocks[is_cut:]
+        if not segment.is_computed:
+            child.num_computed = segment.num_computed
+        child.set_blocks(blocks)
+        segment.tokens.extend(child.tokens)
+        child.tokens, child.start = segment.tokens, segment.start
+        child.last_used = max(child.last_used, segment.last_used)
+        del parent.children[segment]
+        parent.children[child] = None
+        child.parent = parent
+        self.heads.drop(segment)
+        prefix_match.index(child, self.block_size)
+        self.residency.offer(child)
+
+    def rehang(self, segment: Segment, position: int) -> None:
+        """Hangs a segment at a block boundary above its start; its tokens then begin there.
+
+        Its path stays the same tokens, but it no longer counts on the KV between the boundary and
+        its old start, which its siblings keep.
+        """
+        assert position % self.block_size == 0 and position < segment.start
+        assert not segment.blocks and segment.index_key is None
+        old = segment.parent
+        assert old is not None
+        above, between = old, array("I")
+        while above.start > position:
+            assert above.parent is not None
+            between, above = above.tokens + between, above.parent
+        between = above.tokens[position - above.start :] + between
+        if above.start < position:
+            above = self.split(above, position)
+        else:
+            assert above.parent is not None
+            above = above.parent
+        for level in Hold:
+            if segment.holds[level]:
+                self.residency.hold(above, level, level)
+        del old.children[segment]
+        above.children[segment] = None
+        segment.parent = above
+        segment.tokens = between + segment.tokens
+        segment.start = segment.num_computed = position
+        for level in Hold:
+            if segment.holds[level]:
+                self.residency.unhold(old, level, level)
+        self.join(old)
+
+    def strip(self, segment: Segment, num_computed: int) -> None:
+        """Gives back KV from `num_computed`, and so all blocks behind it, to the pool."""
+        assert not segment.num_kv_children
+        num_computed = min(num_computed, segment.num_computed)
+        boundary = segment.start - segment.start % self.block_size + self.block_size
+        if num_computed < boundary:
+            prefix_match.unindex(segment)
+        first = segment.start // self.block_size
+        is_empty = num_computed == segment.start
+        kept = 0 if is_empty else -(-num_computed // self.block_size) - first
+        self.residency.set_computed(segment, num_computed)
+        self.residency.shrink(segment, kept)
+        parent = segment.parent
+        assert parent is not None
+        if is_empty:
+            parent.last_used = max(parent.last_used, segment.last_used)
+            self.residency.offer(parent)
+
+    def discard(self, segment: Segment) -> None:
+        """Evicts a whole subtree that nobody holds."""
+        parent = segment.parent
+        assert parent is not None and not segment.holds[Hold.TOKENS]
+        for node in reversed(list(self._walk(segment))):
+            self.strip(node, node.start)
+            self._remove(node)
+        self.join(parent)
+
+    def _retire(self, tail: Segment) -> None:
+        """Keeps of an unheld path what can be matched later, whole blocks with KV."""
+        node = tail
+        while not node.is_root and not node.holds[Hold.TOKENS] and not node.children:
+            parent = node.parent
+            assert parent is not None
+            whole = node.num_computed - node.num_computed % self.block_size
+            self.strip(node, max(node.start, whole))
+            if node.blocks:
+                del node.tokens[node.num_computed - node.start :]
+                self.heads.drop(node)
+                self.residency.offer(node)
+                return
+            self._remove(node)
+            node = parent
+        self.join(node)
+
+    def _remove(self, segment: Segment) -> None:
+        assert not segment.blocks and not segment.children and segment.index_key is None
+        assert segment.parent is not None
+        del segment.parent.children[segment]
+        self.heads.drop(segment)
+
+    # -- audit -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Asserts every invariant; costs a walk over all segments."""
+        self.pool.check()
+        counts = [0] * self.pool.num_blocks
+        held = [0] * len(Hold)
+        used_slots = 0
+        for segment in self:
+            self._check_segment(segment)
+            used_slots += segment.num_computed - segment.start
+            for block_id in segment.blocks:
+                counts[block_id] += 1
+            for level in Hold:
+                if segment.holds[level]:
+                    held[level] += segment.num_owned(self.block_size)
+        assert counts == [self.pool.count(block_id) for block_id in range(len(counts))]
+        assert held == self.residency.held, "blocks held per level drifted"
+        assert used_slots == self.residency.used_slots, "used slots drifted"
+        for root in self._roots.values():
+            assert len(root.tokens) == 0 and not root.blocks and root.start == 0
+
+    def _check_segment(self, segment: Segment) -> None:
+        size, parent = self.block_size, segment.parent
+        assert parent is not None
+        assert segment in parent.children and segment.start == parent.end and segment.tokens
+        assert segment.start <= segment.num_computed <= segment.end
+        assert segment.num_computed == segment.start or parent.is_computed, "KV above is missing"
+        covered = -(-segment.num_computed // size) - segment.start // size
+        has_kv = segment.num_computed > segment.start
+        assert len(segment.blocks) == (covered if has_kv else 0), "blocks do not match the KV"
+        if segment.start % size and segment.blocks:
+            assert segment.blocks[0] == parent.blocks[-1], "a cut block is not shared"
+        assert segment.num_contexts or len(segment.children) != 1, "a run is in two segments"
+        assert segment.num_kv_children == sum(bool(child.blocks) for child in segment.children)
+        for level in Hold:
+            below = sum(child.holds[level] > 0 for child in segment.children)
+            assert segment.holds[level] >= below
+        below = sum(child.holds[Hold.TOKENS] > 0 for child in segment.children)
+        assert segment.holds[Hold.TOKENS] == below + segment.num_contexts
+        assert all(low >= high for low, high in pairwise(segment.holds)), "levels include"
+        if not segment.holds[Hold.TOKENS]:
+            assert segment.children or (segment.is_computed and segment.end % size == 0)
+        boundary = segment.start - segment.start % size + size
+        assert (segment.index_key is not None) == (segment.num_computed >= boundary)

@@ -1,0 +1,78 @@
+"""Answers by request id, so that a repeated Create or Fork is one execution and one answer.
+
+Source: AIP-155 (request identification).
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from agentkv.errors import InvalidRequest, Reason
+
+
+class _Reply(NamedTuple):
+    body: Hashable
+    answer: object
+    expire_time: float
+
+
+class ReplyTable:
+    """A bounded table (tenant, method, request id) -> answer; answers expire after a while."""
+
+    def __init__(self, capacity: int, ttl: float) -> None:
+        self._capacity = capacity
+        self._ttl = ttl
+        self._replies: OrderedDict[tuple[str, str, str], _Reply] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def find(
+        self, tenant: str, method: str, request_id: str | None, body: Hashable, now: float
+    ) -> object | None:
+        """Finds the answer to an earlier call with this id; None when there is none.
+
+        Raises:
+            InvalidRequest: The id was used with another body.
+        """
+        self._expire(now)
+        if request_id is None:
+            return None
+        reply = self._replies.get((tenant, method, request_id))
+        if reply is None:
+            return None
+        if reply.body != body:
+            raise InvalidRequest(
+                "This request_id was used for a different request; use a new one.",
+                reason=Reason.REQUEST_ID_REUSED,
+                request_id=request_id,
+            )
+        return reply.answer
+
+    def record(
+        self,
+        tenant: str,
+        method: str,
+        request_id: str | None,
+        body: Hashable,
+        answer: object,
+        now: float,
+    ) -> None:
+        """Remembers an answer; without a request id there is nothing to remember."""
+        if request_id is None:
+            return
+        self._replies[tenant, method, request_id] = _Reply(body, answer, now + self._ttl)
+        while len(self._replies) > self._capacity:
+            self._replies.popitem(last=False)
+
+    def forget(self, tenant: str, method: str, request_id: str | None) -> None:
+        """Drops the answer of a call that failed, so that a repeat runs again."""
+        if request_id is not None:
+            self._replies.pop((tenant, method, request_id), None)
+
+    def _expire(self, now: float) -> None:
+        while self._replies:
+            key, reply = next(iter(self._replies.items()))
+            if reply.expire_time > now:
+                return
+            del self._replies[key]

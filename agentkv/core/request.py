@@ -1,0 +1,86 @@
+"""One queued operation on one context: compute what has no KV, then perhaps sample.
+
+Create, Extend, Generate and each continuation of Score are all this: they differ in how many
+tokens they sample (none, or up to `max_tokens`) and in whether they report log-probabilities of
+tokens that were given.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+from agentkv.core.batch import Stream
+from agentkv.core.context import Context
+from agentkv.core.views import Usage
+from agentkv.errors import AgentKVError
+from agentkv.sampling_params import SamplingParams
+
+_NO_STREAM = Stream(seed=0, ordinal=0)
+
+
+class RequestStatus(Enum):
+    """Where a request is; it is in exactly one of the scheduler's lists, or done."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class FinishReason(StrEnum):
+    """Why a branch stopped generating."""
+
+    STOP = "stop"
+    """A stop text, a stop token or the model's end of sequence."""
+    LENGTH = "length"
+    """`max_tokens`, or the model's longest context."""
+    ERROR = "error"
+    """The request failed; what was committed before stays."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One operation; its context's tail already holds the tokens it was given."""
+
+    id: int
+    """Arrival order: older requests go first, younger ones give way."""
+    context: Context
+    params: SamplingParams | None = None
+    """How to sample; None samples nothing."""
+    stream: Stream = _NO_STREAM
+    end_token_ids: frozenset[int] = frozenset()
+    """Ids that end generation."""
+    next_scored: int | None = None
+    """Position of the next given token whose log-probability is wanted; None wants none."""
+    head: object = None
+    """Logits before the first scored token, when they were kept."""
+    status: RequestStatus = RequestStatus.WAITING
+    num_promised: int = 0
+    """Blocks that admission counted for it and it has not taken yet."""
+    computed_tokens: int = 0
+    cached_tokens: int | None = None
+    """Known once it is first scheduled."""
+    generated_tokens: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    """Of the scored tokens so far."""
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens run, reused and made so far."""
+        return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
+
+    @property
+    def first_scored_row(self) -> int | None:
+        """Position whose logits give the next scored token; None when no row is needed for it."""
+        if self.next_scored is None or self.head is not None:
+            return None
+        return self.next_scored - 1
+
+
+class Event(NamedTuple):
+    """What one step did for one request."""
+
+    request: Request
+    token: int | None = None
+    logprob: float | None = None
+    finish: FinishReason | None = None
+    error: AgentKVError | None = None

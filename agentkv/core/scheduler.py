@@ -1,0 +1,160 @@
+"""Which requests share a step, and who gives way when blocks run short.
+
+`schedule()` plans a step and takes its blocks; `update()` commits what the step computed, and
+cannot fail; `roll_back()` undoes a step that did. It knows no model and no text.
+"""
+
+from dataclasses import dataclass
+
+from agentkv.config import SchedulerConfig
+from agentkv.core.admission import Admission
+from agentkv.core.batch import Batch, StepResult
+from agentkv.core.batch_builder import Work, build_batch
+from agentkv.core.block_writes import commit_writes, roll_back_writes
+from agentkv.core.context_store import ContextStore
+from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.request_queues import RequestQueues
+from agentkv.core.step_planner import StepPlanner
+from agentkv.errors import InternalError, PoolExhausted, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A planned step: what to compute, for whom, and who was refused on the way."""
+
+    batch: Batch
+    works: tuple[Work, ...]
+    refused: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Counts since start."""
+
+    num_steps: int
+    computed_tokens: int
+    num_block_copies: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Continuous batching over one context tree."""
+
+    def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
+        self.queues = RequestQueues(store)
+        self._tree = store.tree
+        self._config = config
+        self._max_length = max_length
+        self._admission = Admission(store, self.queues, config.watermark)
+        self._num_steps = self._computed = self._num_copies = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.queues.running or self.queues.waiting)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Counts since start."""
+        return SchedulerStatistics(
+            self._num_steps, self._computed, self._num_copies, self.queues.num_preemptions
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request, whose context's tail already holds the tokens it was given.
+
+        Raises:
+            PoolExhausted: It could not run even with the pool to itself, or the queue is full.
+        """
+        if len(self.queues.waiting) >= self._config.max_waiting:
+            raise PoolExhausted(
+                f"{len(self.queues.waiting)} requests wait already; try again later.",
+                reason=Reason.QUEUE_FULL,
+                metadata={"waiting": len(self.queues.waiting)},
+                retry_after=1.0,
+            )
+        self._admission.require_possible(request)
+        self.queues.enqueue(request)
+
+    def finish(self, request: Request) -> None:
+        """Ends a request early: its context stays at its last committed token."""
+        self.queues.finish(request)
+
+    def schedule(self) -> Step | None:
+        """Plans a step; None when there is nothing to do or to say."""
+        planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.place_running()
+        planner.admit_waiting()
+        works = planner.works
+        if not works and not planner.refused:
+            assert not self.has_work, "requests are left, and none can go on"
+            return None
+        batch = build_batch(self._tree, works)
+        self._num_copies += len(batch.copies)
+        return Step(batch, tuple(works), tuple(planner.refused))
+
+    def update(self, step: Step, result: StepResult) -> list[Event]:
+        """Commits a step that ran; returns what it did for each request."""
+        self._num_steps += 1
+        self._computed += step.batch.num_rows
+        heads, scores, samples = iter(result.heads), iter(result.scores), iter(result.samples)
+        for work in step.works:
+            commit_writes(self._tree, work.writes)
+            work.request.computed_tokens += work.num_rows
+            if work.keeps_head:
+                self._tree.heads.keep(work.request.context.tail, next(heads))
+        events = []
+        for work in step.works:
+            self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
+            if work.samples:
+                token, logprob, failed = next(samples)
+                events.append(self._commit_token(work.request, token, logprob, failed))
+            elif work.request.params is None and work.upto == work.request.context.tail.end:
+                work.request.context.length = work.upto
+                events.append(Event(work.request, finish=FinishReason.LENGTH))
+        for event in events:
+            if event.finish is not None:
+                self.finish(event.request)
+        return events
+
+    def roll_back(self, step: Step) -> list[Event]:
+        """Undoes a step that raised: its requests end, all others go on."""
+        for work in step.works:
+            roll_back_writes(self._tree, work.writes)
+        events = []
+        for work in step.works:
+            self.finish(work.request)
+            error = InternalError(
+                "The step that computed this request failed; its context is unchanged since the "
+                "last committed token. Try again.",
+                reason=Reason.ENGINE_STEP_FAILED,
+            )
+            events.append(Event(work.request, finish=FinishReason.ERROR, error=error))
+        return events
+
+    def _record_scores(self, work: Work, logprobs: list[float]) -> None:
+        request = work.request
+        if request.next_scored is not None:
+            request.logprobs.extend(logprobs)
+            request.next_scored += len(logprobs)
+            request.head = None
+
+    def _commit_token(
+        self, request: Request, token: int, logprob: float | None, failed: bool
+    ) -> Event:
+        context, params = request.context, request.params
+        assert params is not None
+        if failed:
+            error = InternalError(
+                "The model's logits for this sequence are not finite numbers.",
+                reason=Reason.ENGINE_STEP_FAILED,
+            )
+            return Event(request, finish=FinishReason.ERROR, error=error)
+        context.tail = self._tree.append(context.tail, (token,), context.hold)
+        context.length += 1
+        request.generated_tokens += 1
+        finish = None
+        if token in request.end_token_ids:
+            finish = FinishReason.STOP
+        elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
+            finish = FinishReason.LENGTH
+        return Event(request, token, logprob, finish)

@@ -1,0 +1,164 @@
+"""Plans one step: which rows of which request, on which blocks.
+
+Decode rows come first in the budget, so that a prompt never keeps a running branch from its next
+token; what is left goes to chunks, oldest request first, then to requests that wait.
+"""
+
+from agentkv.config import SchedulerConfig
+from agentkv.core.admission import Admission
+from agentkv.core.batch_builder import Work
+from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes
+from agentkv.core.context_tree import ContextTree
+from agentkv.core.request import Event, FinishReason, Request, RequestStatus
+from agentkv.core.request_queues import RequestQueues
+from agentkv.core.segment import Segment
+from agentkv.errors import PoolExhausted
+
+_NO_WRITES = BlockWrites(())
+
+
+class StepPlanner:
+    """The growing plan of one step; used once.
+
+    Two requests never write one segment in a step: the first claims it, and a sibling that needs
+    nothing but its last row shares that row; any other waits for the next step.
+    """
+
+    def __init__(
+        self,
+        tree: ContextTree,
+        queues: RequestQueues,
+        admission: Admission,
+        config: SchedulerConfig,
+    ) -> None:
+        self.works: list[Work] = []
+        self.refused: list[Event] = []
+        self._tree = tree
+        self._queues = queues
+        self._admission = admission
+        self._config = config
+        self._claims: dict[Segment, Work] = {}
+        num_decodes = sum(self._num_missing(request) <= 1 for request in queues.running)
+        self._chunk_budget = max(0, config.token_budget - num_decodes)
+
+    def place_running(self) -> None:
+        """Gives rows to the requests that run already, oldest first."""
+        for request in list(self._queues.running):
+            if request.status is RequestStatus.RUNNING:  # an older one may have preempted it
+                self._place(request)
+
+    def admit_waiting(self) -> None:
+        """Starts waiting requests in order of arrival while blocks and budget allow."""
+        queues = self._queues
+        max_running = min(self._config.max_running, self._config.token_budget)
+        while queues.waiting and len(queues.running) < max_running and self._chunk_budget > 0:
+            request = queues.waiting[0]
+            try:
+                self._admission.require_possible(request)
+            except PoolExhausted as error:
+                self._refuse(request, error)
+                continue
+            if not self._admission.may_start(request):
+                return
+            queues.start(request)
+            self._chunk_budget -= self._num_missing(request) <= 1
+            self._place(request)
+
+    def _place(self, request: Request) -> None:
+        tail = request.context.tail
+        shared = self._claims.get(self._topmost_missing(tail))
+        if shared is not None:
+            if self._may_share(request, shared):
+                work = Work(request, tail.end, tail.end, _NO_WRITES, shared=shared)
+                self._add(work)
+            return
+        first = self._first_row(request)
+        num_rows = tail.end - first
+        if num_rows > 1:
+            num_rows = min(num_rows, self._config.chunk_size, self._chunk_budget)
+            self._chunk_budget -= num_rows
+            if num_rows == 0:
+                return
+        writes = self._reserve(request, first + num_rows)
+        if writes is None:
+            return
+        work = Work(request, first, first + num_rows, writes)
+        work.copies = tuple(apply_writes(self._tree, writes))
+        self._add(work)
+
+    def _add(self, work: Work) -> None:
+        request, tail = work.request, work.request.context.tail
+        is_complete = work.upto == tail.end
+        work.samples = is_complete and request.params is not None
+        work.keeps_head = (
+            is_complete
+            and (work.num_rows > 0 or work.shared is not None)
+            and (request.params is None or tail.num_contexts > 1)
+        )
+        for write in work.writes.writes:
+            self._claims[write.segment] = work
+        if work.num_rows and not work.writes.writes:
+            self._claims[tail] = work  # recomputes the last row for its logits
+        request.num_promised -= min(request.num_promised, work.writes.num_blocks)
+        if is_complete:
+            request.num_promised = 0
+        if request.cached_tokens is None:
+            request.cached_tokens = work.first
+        self.works.append(work)
+
+    def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
+        """Plans the writes of a request and makes room for them; None when it has to wait."""
+        while True:
+            writes = plan_writes(self._tree, request.context.tail, upto)
+            if writes.num_blocks <= self._tree.pool.num_free:
+                return writes
+            if self._admission.make_room(writes.num_blocks):
+                continue
+            try:
+                self._admission.require_possible(request)
+            except PoolExhausted as error:
+                self._refuse(request, error)
+                return None
+            victim = self._youngest_after(request) or request
+            self._queues.preempt(victim)
+            if victim is request:
+                return None
+
+    def _youngest_after(self, request: Request) -> Request | None:
+        """Finds the youngest running request that can give way to this one in this step."""
+        placed = {work.request for work in self.works}
+        for other in reversed(self._queues.running):
+            if other.id <= request.id:
+                return None
+            if other not in placed and not other.context.is_pinned:
+                return other
+        return None
+
+    def _refuse(self, request: Request, error: PoolExhausted) -> None:
+        self._queues.finish(request)
+        self.refused.append(Event(request, finish=FinishReason.ERROR, error=error))
+
+    def _num_missing(self, request: Request) -> int:
+        return request.context.tail.end - self._first_row(request)
+
+    def _first_row(self, request: Request) -> int:
+        """Finds the position from which a request needs rows; its end when it needs none."""
+        tail = request.context.tail
+        first = self._tree.num_computed(tail)
+        if request.first_scored_row is not None:
+            first = min(first, request.first_scored_row)
+        if first == tail.end and tail not in self._tree.heads:
+            first -= 1  # KV is there and logits are not: run the last token again, without a write
+        return first
+
+    def _topmost_missing(self, tail: Segment) -> Segment:
+        """Finds the first segment of a path that lacks KV; the tail when none does."""
+        found = node = tail
+        while node.parent is not None and not node.is_computed:
+            found, node = node, node.parent
+        return found
+
+    def _may_share(self, request: Request, work: Work) -> bool:
+        tail = request.context.tail
+        is_same_end = work.request.context.tail is tail and work.upto == tail.end
+        return is_same_end and request.next_scored is None

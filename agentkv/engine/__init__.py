@@ -1,0 +1,1 @@
+"""The loop: verbs in, steps, answers out. One thread inside, asyncio at the edge."""

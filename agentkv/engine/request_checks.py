@@ -1,0 +1,94 @@
+"""What a call may ask for, checked before anything changes. Lists nothing that depends on load."""
+
+from collections.abc import Sequence
+
+from agentkv.config import LimitsConfig
+from agentkv.engine.outputs import ModelFacts
+from agentkv.errors import InvalidRequest, Reason
+from agentkv.sampling_params import SamplingParams
+
+
+class RequestChecks:
+    """The limits of one model and one server."""
+
+    def __init__(self, facts: ModelFacts, limits: LimitsConfig) -> None:
+        self._facts = facts
+        self._limits = limits
+
+    def prompt(self, token_ids: Sequence[int]) -> None:
+        """Checks the first tokens of a context.
+
+        Raises:
+            InvalidRequest: There is none, or see `tokens`.
+        """
+        if not token_ids:
+            raise InvalidRequest(
+                "A context needs at least one token.", violations={"prompt": "must not be empty"}
+            )
+        self.tokens(token_ids, length=0)
+
+    def tokens(self, token_ids: Sequence[int], *, length: int) -> None:
+        """Checks tokens that are to follow `length` others.
+
+        Raises:
+            InvalidRequest: An id beyond the vocabulary, or over the model's longest context.
+        """
+        longest = self._facts.max_length
+        if length + len(token_ids) > longest:
+            raise InvalidRequest(
+                f"{length} + {len(token_ids)} tokens exceed the model's longest context, "
+                f"{longest}.",
+                reason=Reason.CONTEXT_TOO_LONG,
+                metadata={"length": length, "max_length": longest},
+            )
+        self._in_vocabulary(token_ids, "token_ids")
+
+    def generation(self, params: SamplingParams, *, length: int) -> None:
+        """Checks that one more token can be sampled after `length` others.
+
+        Raises:
+            InvalidRequest: There is nothing to sample after, no room for one more token, or a
+                stop token beyond the vocabulary.
+        """
+        longest = self._facts.max_length
+        if length == 0:
+            raise InvalidRequest(
+                "The context is empty: extend it before generating.",
+                violations={"context_id": "names an empty context"},
+            )
+        if length >= longest:
+            raise InvalidRequest(
+                f"The context holds {length} tokens, the model's longest: fork or truncate it to "
+                "an earlier position.",
+                reason=Reason.CONTEXT_TOO_LONG,
+                metadata={"length": length, "max_length": longest},
+            )
+        self._in_vocabulary(params.stop_token_ids, "stop_token_ids")
+
+    def continuations(self, continuations: Sequence[Sequence[int]], *, length: int) -> None:
+        """Checks what is to be scored after `length` tokens.
+
+        Raises:
+            InvalidRequest: None or too many, an empty one, an empty context, or see `tokens`.
+        """
+        most = self._limits.max_continuations
+        wrong = None
+        if not 1 <= len(continuations) <= most:
+            wrong = f"takes 1 to {most} continuations, got {len(continuations)}"
+        elif not all(continuations):
+            wrong = "must not contain an empty continuation"
+        elif length == 0:
+            wrong = "needs a context with at least one token before it"
+        if wrong is not None:
+            raise InvalidRequest(f"continuations: {wrong}.", violations={"continuations": wrong})
+        for token_ids in continuations:
+            self.tokens(token_ids, length=length)
+
+    def _in_vocabulary(self, token_ids: Sequence[int], field: str) -> None:
+        width = self._facts.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < width):
+            raise InvalidRequest(
+                f"{field} must be in [0, {width}).",
+                reason=Reason.TOKEN_OUT_OF_RANGE,
+                violations={field: f"must be in [0, {width})"},
+            )

@@ -1,0 +1,101 @@
+"""The loop: requests in, steps, events out to the operations they belong to."""
+
+import logging
+from collections.abc import Sequence
+
+from agentkv.core.context_store import ContextStore
+from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.scheduler import Scheduler
+from agentkv.engine.operations import Operation
+from agentkv.engine.runner import Runner
+from agentkv.errors import AgentKVError, NotFound, Reason
+
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Scheduler, runner, and which operation each open request belongs to.
+
+    Invariants: a request is known here from its submission to its last event; a step that raises
+    ends the requests it computed and no others.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, store: ContextStore) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._store = store
+        self._operations: dict[Request, Operation] = {}
+
+    def submit(self, operation: Operation) -> None:
+        """Queues all requests of an operation, or none.
+
+        Raises:
+            PoolExhausted: One of them could never run, or too many requests wait.
+        """
+        submitted: list[Request] = []
+        try:
+            for request in operation.requests:
+                self.scheduler.submit(request)
+                submitted.append(request)
+        except AgentKVError:
+            for request in submitted:
+                self.scheduler.finish(request)
+            raise
+        self._operations.update(dict.fromkeys(submitted, operation))
+
+    def step(self) -> list[Operation]:
+        """Runs one step; returns the operations that have news."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        events = list(step.refused)
+        if step.works:
+            try:
+                result = self._runner.run(step.batch)
+            except Exception:
+                _log.exception("a step of %d rows failed", step.batch.num_rows)
+                events += self.scheduler.roll_back(step)
+            else:
+                events += self.scheduler.update(step, result)
+        return self._dispatch(events)
+
+    def end(self, request: Request) -> None:
+        """Ends a request early; its operation knows why."""
+        del self._operations[request]
+        self.scheduler.finish(request)
+
+    def end_released(self, request: Request) -> Operation:
+        """Ends a request whose context is about to be released: release wins."""
+        operation = self._operations[request]
+        self.end(request)
+        error = NotFound(
+            "The context was released while a request ran on it.", reason=Reason.CONTEXT_RELEASED
+        )
+        operation.on_event(Event(request, finish=FinishReason.ERROR, error=error))
+        self._clean_up(operation)
+        return operation
+
+    def cancel(self, operation: Operation) -> None:
+        """Ends what still runs of an operation; contexts stay at their last committed token."""
+        for request in operation.requests:
+            if request in self._operations:
+                self.end(request)
+        self._clean_up(operation)
+
+    def _dispatch(self, events: Sequence[Event]) -> list[Operation]:
+        touched: dict[Operation, None] = {}
+        for event in events:
+            operation = self._operations[event.request]
+            if event.finish is not None:
+                del self._operations[event.request]
+            operation.on_event(event)
+            touched[operation] = None
+        for operation in touched:
+            self._clean_up(operation)
+        return list(touched)
+
+    def _clean_up(self, operation: Operation) -> None:
+        if operation.is_done:
+            for context in operation.leftovers:
+                if not context.is_released:
+                    self._store.release(context)
