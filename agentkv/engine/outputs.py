@@ -45,6 +45,8 @@ class Finish:
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
     """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
+    pool: PoolView | None = None
+    """Blocks of the pool at the end of the branch."""
 
 
 Update = Branches | Chunk | Finish

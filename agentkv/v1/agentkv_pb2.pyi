@@ -887,8 +887,8 @@ class CreateRequest(_message.Message):
     special tokens stays plain text. No NUL character.
     """
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat creates another context.
-    The same id with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat
+    creates another context. The same id with another body is refused with REQUEST_ID_REUSED.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -997,8 +997,8 @@ class ForkRequest(_message.Message):
     but one token, at the next use.
     """
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat forks again. The same id
-    with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat forks
+    again. The same id with another body is refused with REQUEST_ID_REUSED.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -1254,8 +1254,8 @@ class GenerateBranchesRequest(_message.Message):
     at: _builtins.int
     """Position to fork at, in [0, length]. Default: the length."""
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat forks again. The same id
-    with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat forks
+    again. The same id with another body is refused with REQUEST_ID_REUSED.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
