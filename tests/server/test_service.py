@@ -49,6 +49,7 @@ def test_create_answers_every_field_of_a_context() -> None:
     [
         (pb.CreateRequest(text="hi"), [256, *b"hi"]),
         (pb.CreateRequest(text="<special>"), [256, *b"<special>"]),
+        (pb.CreateRequest(text="<special>", allow_special=True), [256, 257]),
         (
             pb.CreateRequest(
                 messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -66,7 +67,7 @@ def test_create_answers_every_field_of_a_context() -> None:
         ),
         (pb.CreateRequest(text="y" * 4000), [256, *b"y" * 4000]),
     ],
-    ids=["text", "special stays text", "chat", "chat without opening", "long text"],
+    ids=["text", "special stays text", "special", "chat", "chat without opening", "long text"],
 )
 def test_prompts_become_tokens(request_: pb.CreateRequest, expected: list[int]) -> None:
     """Catches text tokenised by the wrong rule, or special tokens made of a user's text."""
