@@ -118,7 +118,8 @@ class Checks:
                 f"labels[{key}]",
                 f"must be at most {MAX_LABEL_VALUE} characters",
             )
-        return dict(labels)
+        # Maps travel in any order, and a repeat must look like the request it repeats.
+        return dict(sorted(labels.items()))
 
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""

@@ -44,6 +44,20 @@ def test_create_answers_every_field_of_a_context() -> None:
     run(scenario())
 
 
+def test_labels_arrive_in_one_order() -> None:
+    """Catches a repeat taken for another body because its map was written in another order."""
+
+    async def scenario() -> None:
+        async with serving() as served:
+            names = [f"label {number}" for number in range(9)]
+            for order in (names, names[::-1]):
+                request = pb.CreateRequest(text="a", labels=dict.fromkeys(order, "v"))
+                answer = await served.stub.Create(request)
+                assert list(served.engine.contexts[answer.context.id].labels) == names
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("request_", "expected"),
     [
