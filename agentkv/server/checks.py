@@ -12,7 +12,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from agentkv.config import LimitsConfig
 from agentkv.engine.outputs import ModelFacts
-from agentkv.engine.tokenizer import ChatMessage
+from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
@@ -25,7 +25,6 @@ MAX_PAGE_SIZE: Final = 1000
 MAX_PAGE_TOKEN: Final = 512
 MAX_RELEASE_COUNT: Final = 10_000
 MAX_REQUEST_ID: Final = 36
-ROLES: Final = ("system", "user", "assistant", "tool")
 DEFAULT_PAGE_SIZE: Final = 100
 
 
@@ -33,7 +32,7 @@ class TextInput(NamedTuple):
     """Text to tokenise."""
 
     text: str
-    allow_special: bool = False
+    allow_special: bool
 
 
 class ChatInput(NamedTuple):
@@ -119,7 +118,8 @@ class Checks:
                 f"labels[{key}]",
                 f"must be at most {MAX_LABEL_VALUE} characters",
             )
-        return dict(labels)
+        # Maps travel in any order, and a repeat must look like the request it repeats.
+        return dict(sorted(labels.items()))
 
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""
@@ -154,7 +154,7 @@ class Checks:
             case "token_ids":
                 return self._tokens(request.token_ids, "token_ids")
             case "text":
-                return self._text(request.text, "text", False)
+                return self._text(request.text, "text", request.allow_special)
         self._add("prompt", "must be given as text, messages or token_ids")
         return TokenInput(())
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from agentkv.config import LimitsConfig, ServerConfig
+from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.engine.outputs import (
     Branches,
@@ -16,7 +17,6 @@ from agentkv.engine.outputs import (
     ContinuationScore,
     EngineView,
     Finish,
-    FinishReason,
     ModelFacts,
     Update,
 )

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from agentkv.config import LimitsConfig
+from agentkv.core.context_store import ContextPage
 from agentkv.core.views import ContextView
 from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores, Update
 from agentkv.engine.tokenizer import ChatMessage
@@ -21,7 +22,7 @@ class TokenizerLike(Protocol):
         """Tokenises text as it stands."""
         ...
 
-    def encode_prompt(self, text: str) -> Sequence[int]:
+    def encode_prompt(self, text: str, *, allow_special: bool = False) -> Sequence[int]:
         """Tokenises text that begins a context."""
         ...
 
@@ -58,20 +59,6 @@ class UpdateStream(Protocol):
 
     async def __anext__(self) -> tuple[Update, ...]:
         """Waits for the next step that has something to report."""
-        ...
-
-
-class Page(Protocol):
-    """One page of a list of contexts."""
-
-    @property
-    def contexts(self) -> tuple[ContextView, ...]:
-        """The contexts."""
-        ...
-
-    @property
-    def next_page_token(self) -> str:
-        """Token of the next page; empty on the last."""
         ...
 
 
@@ -191,7 +178,7 @@ class ServedEngine(Protocol):
 
     async def list(
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
-    ) -> Page:
+    ) -> ContextPage:
         """Lists a tenant's contexts."""
         ...
 

@@ -231,7 +231,12 @@ class ContextService(pb_grpc.ContextServiceServicer):
                 return prompt.token_ids
             case TextInput():
                 field, size = "text", len(prompt.text)
-                encoded = await _off_loop(size, lambda: tokenizer.encode_prompt(prompt.text))
+                encoded = await _off_loop(
+                    size,
+                    lambda: tokenizer.encode_prompt(
+                        prompt.text, allow_special=prompt.allow_special
+                    ),
+                )
             case ChatInput():
                 field, size = "messages", sum(len(item.content) for item in prompt.messages)
                 encoded = await _off_loop(

@@ -7,9 +7,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from agentkv.config import LimitsConfig
+from agentkv.core.context_store import ContextPage
+from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.engine.outputs import (
     Branches,
@@ -18,7 +20,6 @@ from agentkv.engine.outputs import (
     ContinuationScore,
     EngineView,
     Finish,
-    FinishReason,
     ModelFacts,
     Released,
     Scores,
@@ -56,8 +57,8 @@ class FakeTokenizer:
             ids += [257, *part.encode()]
         return ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return [256, *self.encode(text)]
+    def encode_prompt(self, text: str, *, allow_special: bool = False) -> list[int]:
+        return [256, *self.encode(text, allow_special=allow_special)]
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
@@ -95,13 +96,6 @@ class FakeContext:
             labels=tuple(self.labels.items()),
             create_time=1_700_000_000.5,
         )
-
-
-class FakePage(NamedTuple):
-    """One page of a list."""
-
-    contexts: tuple[ContextView, ...]
-    next_page_token: str
 
 
 Step = Callable[[], tuple[Update, ...]]
@@ -315,13 +309,13 @@ class FakeEngine:
 
     async def list(
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
-    ) -> FakePage:
+    ) -> ContextPage:
         await self._begin("list")
         views = [context.view() for context in self.contexts.values()]
         chosen = [view for view in views if root_id in (None, view.root_id)]
         start = int(page_token or 0)
         rest = start + page_size < len(chosen)
-        return FakePage(
+        return ContextPage(
             tuple(chosen[start : start + page_size]), str(start + page_size) if rest else ""
         )
 

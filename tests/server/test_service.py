@@ -44,11 +44,26 @@ def test_create_answers_every_field_of_a_context() -> None:
     run(scenario())
 
 
+def test_labels_arrive_in_one_order() -> None:
+    """Catches a repeat taken for another body because its map was written in another order."""
+
+    async def scenario() -> None:
+        async with serving() as served:
+            names = [f"label {number}" for number in range(9)]
+            for order in (names, names[::-1]):
+                request = pb.CreateRequest(text="a", labels=dict.fromkeys(order, "v"))
+                answer = await served.stub.Create(request)
+                assert list(served.engine.contexts[answer.context.id].labels) == names
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("request_", "expected"),
     [
         (pb.CreateRequest(text="hi"), [256, *b"hi"]),
         (pb.CreateRequest(text="<special>"), [256, *b"<special>"]),
+        (pb.CreateRequest(text="<special>", allow_special=True), [256, 257]),
         (
             pb.CreateRequest(
                 messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -66,7 +81,7 @@ def test_create_answers_every_field_of_a_context() -> None:
         ),
         (pb.CreateRequest(text="y" * 4000), [256, *b"y" * 4000]),
     ],
-    ids=["text", "special stays text", "chat", "chat without opening", "long text"],
+    ids=["text", "special stays text", "special", "chat", "chat without opening", "long text"],
 )
 def test_prompts_become_tokens(request_: pb.CreateRequest, expected: list[int]) -> None:
     """Catches text tokenised by the wrong rule, or special tokens made of a user's text."""
