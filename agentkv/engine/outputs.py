@@ -38,6 +38,8 @@ class Finish:
     context: ContextView | None
     """The context after its last committed token; None when it was released meanwhile."""
     usage: Usage
+    pool: PoolView
+    """Blocks of the pool at the end of the branch."""
     seed: int | None
     """Seed that replays the branch; None when greedy."""
     error: AgentKVError | None = None
@@ -45,8 +47,6 @@ class Finish:
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
     """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
-    pool: PoolView | None = None
-    """Blocks of the pool at the end of the branch."""
 
 
 Update = Branches | Chunk | Finish
