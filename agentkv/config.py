@@ -5,7 +5,7 @@ edit of these.
 """
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentkv.errors import InvalidRequest
 
@@ -66,6 +66,39 @@ class LimitsConfig:
     """Answers remembered for repeated request ids."""
     reply_ttl: float = 600.0
     """Seconds for which an answer to a request id is remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Which model an engine serves, and with what means."""
+
+    model: str = "smollm2"
+    """An alias, a folder of safetensors, a `.gguf` file, or `owner/name` on the Hub."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU, else the model's own."""
+    device: str = "cpu"
+    """A torch device."""
+    block_size: int = 16
+    """Token positions per block, at least 1."""
+    num_blocks: int | None = None
+    """Blocks of the pool; None takes as many as `kv_memory` holds."""
+    kv_memory: int | None = None
+    """Bytes of the pool; None takes a fifth of the memory that is free, at most 4 GiB."""
+    max_length: int | None = None
+    """Most committed tokens of one context; None takes the model's own limit."""
+    num_threads: int | None = None
+    """Threads the model computes with; None leaves the choice to torch: one per core."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        _require(
+            self.num_blocks is None or self.kv_memory is None,
+            "num_blocks and kv_memory both size the pool; set one of them.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

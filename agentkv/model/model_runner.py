@@ -18,7 +18,6 @@ from agentkv.core.batch import NO_SLOT, Batch, Sample, Sampled, Score, StepResul
 from agentkv.model.attention import LayerCall, check_called_once, forward
 from agentkv.model.attention_plan import AttentionPlanner
 from agentkv.model.kv_cache import KVCache
-from agentkv.model.sampler import token_logprobs
 from agentkv_kernels import AttentionPlan, store_kv, tree_attention
 from agentkv_kernels.ops import Implementation
 
@@ -33,6 +32,10 @@ class TokenSampler(Protocol):
 
     def sample(self, logits: Tensor, samples: Sequence[Sample]) -> list[Sampled]:
         """Chooses one token per row of logits, (n, vocab_size) fp32."""
+        ...
+
+    def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
+        """Finds the log-probability of one given token per row of logits, (n, vocab_size) fp32."""
         ...
 
 
@@ -144,7 +147,7 @@ class ModelRunner:
     def _score(self, source: "_LogitSource", scores: Sequence[Score]) -> Iterator[float]:
         for part in source.slices(scores):
             tokens = [score.token for score in part]
-            yield from token_logprobs(source.gather(part), tokens)
+            yield from self._sampler.token_logprobs(source.gather(part), tokens)
 
 
 def _asked_rows(batch: Batch) -> list[int]:

@@ -15,7 +15,7 @@ from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
-from agentkv.model.sampler import Sampler, token_logprobs
+from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
 TOLERANCE = 1e-4
@@ -128,25 +128,23 @@ def test_kept_heads_outlive_their_step() -> None:
 
 
 class WidthSampler(Sampler):
-    """The real sampler, keeping how many rows it was given."""
+    """The real sampler, keeping how many rows each call was given."""
 
     def __init__(self) -> None:
         self.widths: list[int] = []
+        self.scored_widths: list[int] = []
 
     def sample(self, logits: Tensor, samples: Sequence[Sample]) -> list[Sampled]:
         self.widths.append(len(logits))
         return super().sample(logits, samples)
 
+    def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
+        self.scored_widths.append(len(logits))
+        return super().token_logprobs(logits, tokens)
 
-def test_logits_are_reduced_in_bounded_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_logits_are_reduced_in_bounded_slices() -> None:
     """Catches a long score that converts all its rows of logits at once."""
-    widths = []
-
-    def keep_width(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-        widths.append(len(logits))
-        return token_logprobs(logits, tokens)
-
-    monkeypatch.setattr("agentkv.model.model_runner.token_logprobs", keep_width)
     model = build_tiny_model("llama")
     kv = KVCache(describe_model(model), num_blocks=8, block_size=4)
     rows = BranchRows(PROMPT, 0, (Piece(0, 0, 7, (2, 5)),))
@@ -159,7 +157,7 @@ def test_logits_are_reduced_in_bounded_slices(monkeypatch: pytest.MonkeyPatch) -
     sampler = WidthSampler()
     sliced = ModelRunner(model, kv, sampler, slice_bytes=3 * 4 * VOCAB_SIZE + 1).run(batch)
     assert sampler.widths == [3, 1]
-    assert widths == [3, 3, 1]
+    assert sampler.scored_widths == [3, 3, 1]
     whole = ModelRunner(model, kv, sampler).run(batch)
     assert sampler.widths == [3, 1, 4]
     assert sliced.scores == pytest.approx(whole.scores, abs=TOLERANCE)
