@@ -144,7 +144,6 @@ class ServedEngine(Protocol):
         *,
         at: int | None = None,
         labels: Mapping[str, str] = ...,
-        request_id: str | None = None,
     ) -> UpdateStream:
         """Forks a context and generates on every branch."""
         ...

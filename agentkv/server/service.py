@@ -123,7 +123,6 @@ class ContextService(pb_grpc.ContextServiceServicer):
         count = checks.count(request)
         params = checks.sampling(request.sampling)
         labels = checks.labels(request.labels)
-        request_id = checks.request_id(request.request_id)
         checks.finish()
         stream = self._engine.generate_branches(
             tenant_of(rpc),
@@ -132,7 +131,6 @@ class ContextService(pb_grpc.ContextServiceServicer):
             params,
             at=request.at if request.HasField("at") else None,
             labels=labels,
-            request_id=request_id,
         )
         await relay(
             stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout

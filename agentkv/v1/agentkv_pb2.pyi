@@ -1252,17 +1252,12 @@ class GenerateBranchesRequest(_message.Message):
     AT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context to fork."""
     count: _builtins.int
     """Number of branches, in [1, Limits.max_fork_count]. Default: 1."""
     at: _builtins.int
     """Position to fork at, in [0, length]. Default: the length."""
-    request_id: _builtins.str
-    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat forks
-    again. The same id with another body is refused with REQUEST_ID_REUSED.
-    """
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
         """How tokens are chosen; `max_tokens` holds for each branch. Default: every option at its
@@ -1281,11 +1276,10 @@ class GenerateBranchesRequest(_message.Message):
         at: _builtins.int | None = ...,
         sampling: Global___SamplingOptions | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__at: _TypeAlias = _typing.Literal["at"]  # noqa: Y015
     _WhichOneofArgType__at: _TypeAlias = _typing.Literal["_at", b"_at"]  # noqa: Y015

@@ -79,8 +79,8 @@ class ContextServiceStub:
     """Forks a context and generates on every branch, in one call. The first message carries the
     branches; a failed branch has a finish of its own and does not end the others. Cancelling
     leaves each branch at its last committed token; the branches live on. Fails as a whole like
-    Fork, with QUEUE_FULL and with SLOW_READER. A repeat with the same `request_id` and body forks
-    no second time: its first message carries the branches of the first call, as they are now.
+    Fork, with QUEUE_FULL and with SLOW_READER. Not safe to repeat blindly: a repeat forks again.
+    Get reads what a lost stream did not deliver, List finds branches whose first message was lost.
     """
     Score: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ScoreRequest, _agentkv_pb2.ScoreResponse]
     """Computes the log-probability of each token of many continuations of a context, in one batch.
@@ -141,8 +141,8 @@ class ContextServiceAsyncStub(ContextServiceStub):
     """Forks a context and generates on every branch, in one call. The first message carries the
     branches; a failed branch has a finish of its own and does not end the others. Cancelling
     leaves each branch at its last committed token; the branches live on. Fails as a whole like
-    Fork, with QUEUE_FULL and with SLOW_READER. A repeat with the same `request_id` and body forks
-    no second time: its first message carries the branches of the first call, as they are now.
+    Fork, with QUEUE_FULL and with SLOW_READER. Not safe to repeat blindly: a repeat forks again.
+    Get reads what a lost stream did not deliver, List finds branches whose first message was lost.
     """
     Score: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ScoreRequest, _agentkv_pb2.ScoreResponse]  # type: ignore[assignment]
     """Computes the log-probability of each token of many continuations of a context, in one batch.
@@ -230,8 +230,8 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         """Forks a context and generates on every branch, in one call. The first message carries the
         branches; a failed branch has a finish of its own and does not end the others. Cancelling
         leaves each branch at its last committed token; the branches live on. Fails as a whole like
-        Fork, with QUEUE_FULL and with SLOW_READER. A repeat with the same `request_id` and body forks
-        no second time: its first message carries the branches of the first call, as they are now.
+        Fork, with QUEUE_FULL and with SLOW_READER. Not safe to repeat blindly: a repeat forks again.
+        Get reads what a lost stream did not deliver, List finds branches whose first message was lost.
         """
 
     @_abc_1.abstractmethod

@@ -257,7 +257,6 @@ class FakeEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] = {},
-        request_id: str | None = None,
     ) -> FakeStream:
         self.calls.append("generate_branches")
 
