@@ -4,6 +4,7 @@ Copy-on-write is decided here and done by the runner before the step writes anyt
 changes nothing that a caller could see; only `apply` takes blocks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,9 +37,24 @@ class BlockWrites:
         return sum(write.num_blocks for write in self.writes)
 
 
+def settle(tree: ContextTree, tail: Segment) -> None:
+    """Lets each segment of a path that lacks KV stand on blocks of its own where that is free.
+
+    Tokens and sharing stay the same. To be called before `plan_writes`, and before asking what
+    the path lacks: a few tokens may count as missing afterwards.
+    """
+    node = tail
+    while node.parent is not None and not node.is_computed:
+        _make_last_holder(tree, node)
+        if node.start % tree.block_size and not node.parent.is_computed:
+            # The block above has nothing to copy yet: compute those few tokens twice, each
+            # branch in its own block, rather than wait a step for a copy.
+            tree.rehang(node, node.start - node.start % tree.block_size)
+        node = node.parent
+
+
 def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
-    """Plans KV for the tokens of a path that have none yet, up to a position."""
-    _settle(tree, tail, upto)
+    """Plans KV for the tokens of a settled path that have none yet, up to a position."""
     writes = []
     for segment in tree.path(tail):
         if segment.is_computed or segment.start >= upto:
@@ -51,29 +67,41 @@ def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
 
 
 def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
-    """Takes the planned blocks; returns the copies to do before the step writes."""
+    """Takes the planned blocks; returns the copies to do before the step writes.
+
+    A source is guarded until the step has ended, so that no other copy of the step can have it as
+    its destination: the copies may be done in any order.
+    """
     copies = []
     for write in planned.writes:
         block_ids = tree.pool.allocate(write.num_blocks)
         if write.is_copy:
             copies.append(_copy_block(tree, write.segment, block_ids))
+            tree.pool.guard(copies[-1].src_block_id)
         else:
             tree.residency.grow(write.segment, block_ids)
     return copies
 
 
-def commit_writes(tree: ContextTree, planned: BlockWrites) -> None:
-    """Records that the step wrote the planned KV: from now on it can be matched."""
-    for write in planned.writes:
-        tree.residency.set_computed(write.segment, write.upto)
-        prefix_match.index(write.segment, tree.block_size)
+def commit_writes(tree: ContextTree, tail: Segment, upto: int) -> None:
+    """Records that a step wrote KV up to a position of a path: from now on it can be matched."""
+    for segment in tree.path(tail):
+        if segment.start < upto and not segment.is_computed:
+            tree.residency.set_computed(segment, min(segment.end, upto))
+            prefix_match.index(segment, tree.block_size)
 
 
-def roll_back_writes(tree: ContextTree, planned: BlockWrites) -> None:
-    """Gives back the blocks of a step that failed; copied KV may be torn and goes too."""
-    for write in reversed(planned.writes):
-        segment = write.segment
-        tree.strip(segment, segment.start if write.is_copy else segment.num_computed)
+def roll_back_writes(tree: ContextTree, tail: Segment, copies: Iterable[BlockCopy]) -> None:
+    """Gives back the blocks a failed step took for a path; copied KV may be torn and goes too."""
+    torn = {copy.dst_block_id for copy in copies}
+    for segment in reversed(tree.path(tail)):
+        kept = segment.num_computed
+        for number, block_id in enumerate(segment.blocks):
+            if block_id in torn:
+                boundary = (segment.start // tree.block_size + number) * tree.block_size
+                kept = max(segment.start, min(kept, boundary))
+        if not segment.num_kv_children:
+            tree.strip(segment, kept)
 
 
 def _is_writable(tree: ContextTree, segment: Segment) -> bool:
@@ -81,19 +109,6 @@ def _is_writable(tree: ContextTree, segment: Segment) -> bool:
     if segment.num_computed % tree.block_size == 0:
         return True
     return bool(segment.blocks) and tree.pool.count(segment.blocks[-1]) == 1
-
-
-def _settle(tree: ContextTree, tail: Segment, upto: int) -> None:
-    """Lets each segment that will be written stand on its own block where that takes no copy."""
-    node = tail
-    while node.parent is not None and not node.is_computed:
-        if node.start < upto:
-            _make_last_holder(tree, node)
-            if node.start % tree.block_size and not node.parent.is_computed:
-                # The block above has nothing to copy yet: compute those few tokens twice, each
-                # branch in its own block, rather than wait a step for a copy.
-                tree.rehang(node, node.start - node.start % tree.block_size)
-        node = node.parent
 
 
 def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
