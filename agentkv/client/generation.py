@@ -4,7 +4,6 @@ They own what each message means for the handles involved. No input or output.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 from agentkv.client import messages, replies
 from agentkv.client.accumulate import BranchRecord
@@ -24,7 +23,7 @@ class GenerateState(StreamState[Chunk]):
         InvalidRequest: Sampling options are out of range, or the timeout is.
     """
 
-    method: Final = "Generate"
+    method = "Generate"
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class BranchesState(StreamState[Chunk | BranchFinish]):
         InvalidRequest: Sampling options are out of range, or the timeout is.
     """
 
-    method: Final = "GenerateBranches"
+    method = "GenerateBranches"
 
     def __init__(
         self,
@@ -146,6 +145,5 @@ def _finish(handle: HandleState, record: BranchRecord, message: pb.Finish) -> Co
     if message.HasField("context"):
         handle.see(replies.context(message.context))
     else:
-        handle.is_released = True
-        handle.lineage.disown()
+        handle.lineage.release()
     return completion

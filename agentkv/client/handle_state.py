@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.client import messages, replies
 from agentkv.client.lineage import Lineage
-from agentkv.client.messages import Continuation
+from agentkv.client.messages import ChatTurn, Continuation
 from agentkv.client.operation import Call, Operation
 from agentkv.client.retry import Attempts
 from agentkv.client.session import Session
 from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released, Usage
-from agentkv.errors import ContextBusy, ContextLost, ContextMoved, NotFound
+from agentkv.errors import ContextBusy, ContextMoved
 from agentkv.v1 import agentkv_pb2 as pb
 
 
@@ -32,7 +32,6 @@ class HandleState:
         self.length = info.length
         self.lineage = lineage
         self.usage = Usage()
-        self.is_released = False
         self.is_unsettled = False
         """Whether a stream of this handle was closed early, so that the length is not known."""
 
@@ -144,25 +143,20 @@ class HandleState:
 
     def release(self, recursive: bool, timeout: float | None) -> Operation[Released]:
         """Releases this context; nothing is sent when it has been released already."""
-        if self.is_released and not recursive:
+        if self.lineage.is_released and not recursive:
             return Released()
+        below = self.lineage.owned()
         released = yield from self.session.release(
             [self.lineage], recursive=recursive, timeout=timeout
         )
-        self.is_released = True
         if recursive:
-            for node in self.lineage.owned():
-                node.disown()
+            for node in below:
+                node.release()
         return released
 
-    def leave(self) -> Operation[None]:
+    def leave(self) -> Operation[Released]:
         """Releases what a `with` on this handle must: it and every branch still owned below it."""
-        try:
-            yield from self.session.release(self.lineage.owned())
-        except (NotFound, ContextLost):  # gone already, which is what was wanted
-            for node in self.lineage.owned():
-                node.disown()
-        self.is_released = True
+        return (yield from self.session.leave(self.lineage.owned()))
 
     def _accept_lost_success(
         self, error: ContextMoved, attempts: Attempts, wanted: int
@@ -175,3 +169,36 @@ class HandleState:
         if not attempts.maybe_done or error.actual_length != wanted:
             raise error
         self.see((yield from self.session.get(self.id, attempts)))
+
+
+def create(
+    session: Session,
+    text: str | None,
+    chat: Sequence[ChatTurn] | None,
+    token_ids: Sequence[int] | None,
+    add_generation_prompt: bool,
+    labels: Mapping[str, str],
+    timeout: float | None,
+) -> Operation[HandleState]:
+    """Creates a context, once, however often the call is sent."""
+    request_id = session.make_id()
+    request = messages.create(
+        text,
+        chat,
+        token_ids,
+        add_generation_prompt=add_generation_prompt,
+        labels=labels,
+        request_id=request_id,
+    )
+    reply = yield from session.send("Create", request, session.attempts(timeout), request_id)
+    usage = session.see(reply)
+    lineage = session.lineage.adopt(reply.context.id)
+    state = HandleState(session, replies.context(reply.context), lineage)
+    state.count(usage)
+    return state
+
+
+def attach(session: Session, context_id: str, timeout: float | None) -> Operation[HandleState]:
+    """Asks for a context that exists; it is not owned."""
+    info = yield from session.get(context_id, session.attempts(timeout))
+    return HandleState(session, info, session.lineage.adopt(info.id, is_owned=False))

@@ -16,6 +16,7 @@ class Lineage:
     def __init__(self, id: str, parent: "Lineage | None" = None, *, is_owned: bool = True) -> None:
         self.id = id
         self.is_owned = is_owned
+        self.is_released = False
         self._parent = parent
         self._children: dict[str, Lineage] = {}
         if is_owned:
@@ -26,9 +27,10 @@ class Lineage:
         return Lineage(id, self, is_owned=is_owned)
 
     def own(self) -> None:
-        """Makes leaving a `with` above release this context."""
-        self.is_owned = True
-        self._hang()
+        """Makes leaving a `with` above release this context, unless it is released already."""
+        if not self.is_released:
+            self.is_owned = True
+            self._hang()
 
     def disown(self) -> None:
         """Makes leaving a `with` above leave this context alone; disowning twice is fine."""
@@ -37,6 +39,11 @@ class Lineage:
         while node._parent is not None and not node.is_owned and not node._children:
             node._parent._children.pop(node.id, None)
             node = node._parent
+
+    def release(self) -> None:
+        """Notes that the context is gone; releasing twice is fine."""
+        self.is_released = True
+        self.disown()
 
     def owned(self) -> list["Lineage"]:
         """Lists what is owned here and below, newest first, branches before what they came from."""

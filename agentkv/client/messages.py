@@ -6,7 +6,7 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from agentkv.errors import InvalidRequest
 from agentkv.sampling_params import SamplingParams
@@ -48,13 +48,15 @@ def create(
     """Builds a Create request from exactly one form of prompt."""
     _require_one(text=text, messages=messages, token_ids=token_ids)
     with _refusing_bad_values():
-        return pb.CreateRequest(
-            text=_checked_text(text),
+        request = pb.CreateRequest(
             messages=None if messages is None else _chat(messages, add_generation_prompt),
             token_ids=_ids(token_ids),
             labels=labels,
             request_id=request_id,
         )
+        if text is not None:
+            request.text = _checked_text(text)
+        return request
 
 
 def fork(
@@ -79,14 +81,16 @@ def extend(
     """Builds an Extend request from exactly one form of input."""
     _require_one(text=text, token_ids=token_ids)
     with _refusing_bad_values():
-        return pb.ExtendRequest(
+        request = pb.ExtendRequest(
             context_id=context_id,
-            text=_checked_text(text),
             token_ids=_ids(token_ids),
             expected_length=expected_length,
             logprobs=logprobs,
             allow_special=allow_special,
         )
+        if text is not None:
+            request.text = _checked_text(text)
+        return request
 
 
 def generate(context_id: str, options: SamplingOptions) -> pb.GenerateRequest:
@@ -138,15 +142,12 @@ def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb
 
 
 def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
+    given: dict[str, Any] = dict(options)
     stop = options.get("stop", ())
-    params = SamplingParams(
-        **{
-            **options,
-            # A text is a sequence of texts as well, of one letter each, which nobody means.
-            "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-            "stop_token_ids": tuple(options.get("stop_token_ids", ())),
-        }
-    )
+    # A text is a sequence of texts as well, of one letter each, which nobody means.
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given["stop_token_ids"] = tuple(options.get("stop_token_ids", ()))
+    params = SamplingParams(**given)
     with _refusing_bad_values():
         return pb.SamplingOptions(
             max_tokens=params.max_tokens,
@@ -181,8 +182,8 @@ def _continuation(item: Continuation) -> pb.Continuation:
     return pb.Continuation(token_ids=_ids(item))
 
 
-def _checked_text(text: str | None) -> str | None:
-    if not isinstance(text, str | None):
+def _checked_text(text: str) -> str:
+    if not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}; for ids use token_ids=.")
     return text
 

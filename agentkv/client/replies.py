@@ -86,9 +86,7 @@ def score(message: pb.ContinuationScore) -> ContinuationScore:
 
 def chunk(message: pb.Chunk) -> Chunk:
     """Reads tokens of one step."""
-    return Chunk(
-        message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs)
-    )
+    return Chunk(message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs))
 
 
 def branch_error(message: pb.BranchError) -> AgentKVError:

@@ -7,7 +7,7 @@ client's driver.
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,11 +15,11 @@ from google.protobuf.message import Message
 
 from agentkv.client import messages, replies
 from agentkv.client.lineage import Lineage
-from agentkv.client.messages import ChatTurn
 from agentkv.client.operation import Call, Deadline, Operation
 from agentkv.client.retry import NO_RETRY, Attempts, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Released, Usage
+from agentkv.errors import ContextLost, NotFound
 from agentkv.v1 import agentkv_pb2 as pb
 
 MAX_RELEASE: Final = 1_000
@@ -86,29 +86,6 @@ class Session:
                 self.pool = replies.pool(reply.pool)
         return usage
 
-    def create(
-        self,
-        text: str | None,
-        chat: Sequence[ChatTurn] | None,
-        token_ids: Sequence[int] | None,
-        add_generation_prompt: bool,
-        labels: Mapping[str, str],
-        timeout: float | None,
-    ) -> Operation[pb.CreateResponse]:
-        """Creates a context."""
-        request_id = self.make_id()
-        request = messages.create(
-            text,
-            chat,
-            token_ids,
-            add_generation_prompt=add_generation_prompt,
-            labels=labels,
-            request_id=request_id,
-        )
-        attempts = self.attempts(timeout)
-        reply: pb.CreateResponse = yield from self.send("Create", request, attempts, request_id)
-        return reply
-
     def get(self, context_id: str, attempts: Attempts) -> Operation[ContextInfo]:
         """Describes one context."""
         reply = yield from self.send("Get", pb.GetRequest(context_id=context_id), attempts)
@@ -131,10 +108,10 @@ class Session:
         return replies.server_info(reply)
 
     def release(
-        self, nodes: Iterable[Lineage], *, recursive: bool = False, timeout: float | None = None
+        self, nodes: Sequence[Lineage], *, recursive: bool = False, timeout: float | None = None
     ) -> Operation[Released]:
         """Releases contexts in the order given; one that is gone already is passed over."""
-        nodes, attempts, total = list(nodes), self.attempts(timeout), Released()
+        attempts, total = self.attempts(timeout), Released()
         for start in range(0, len(nodes), MAX_RELEASE):
             batch = nodes[start : start + MAX_RELEASE]
             request = pb.ReleaseRequest(
@@ -144,5 +121,14 @@ class Session:
             self.see(reply)
             total += replies.released(reply)
             for node in batch:
-                node.disown()
+                node.release()
         return total
+
+    def leave(self, nodes: Sequence[Lineage]) -> Operation[Released]:
+        """Releases at the end of a `with`: what is gone already is what was wanted."""
+        try:
+            return (yield from self.release(nodes))
+        except (NotFound, ContextLost):
+            for node in nodes:
+                node.release()
+            return Released()
