@@ -4,7 +4,8 @@ What a device or a model decides (dtype sizes, free memory) is an argument elsew
 edit of these.
 """
 
-from dataclasses import dataclass
+import ipaddress
+from dataclasses import dataclass, field
 
 from agentkv.errors import InvalidRequest
 
@@ -65,3 +66,88 @@ class LimitsConfig:
     """Answers remembered for repeated request ids."""
     reply_ttl: float = 600.0
     """Seconds for which an answer to a request id is remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Which model an engine serves, and with what means."""
+
+    model: str = "smollm2"
+    """An alias, a folder of safetensors, a `.gguf` file, or `owner/name` on the Hub."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU, else the model's own."""
+    device: str = "cpu"
+    """A torch device."""
+    block_size: int = 16
+    """Token positions per block, at least 1."""
+    num_blocks: int | None = None
+    """Blocks of the pool; None takes as many as `kv_memory` holds."""
+    kv_memory: int | None = None
+    """Bytes of the pool; None takes a fifth of the memory that is free, at most 4 GiB."""
+    max_length: int | None = None
+    """Most committed tokens of one context; None takes the model's own limit."""
+    num_threads: int | None = None
+    """Threads the model computes with; None leaves the choice to torch: one per core."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        _require(
+            self.num_blocks is None or self.kv_memory is None,
+            "num_blocks and kv_memory both size the pool; set one of them.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, and what it grants one connection or call."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, a name or a number."""
+    port: int = 50051
+    """Port to listen on, in [0, 65536); 0 takes a free one, which the server reports."""
+    insecure: bool = False
+    """Whether an address beyond this host may be served without credentials."""
+    max_message_bytes: int = 16 << 20
+    """Bytes of one request; more is refused before it is read."""
+    max_concurrent_rpcs: int = 1024
+    """Calls that may be open at once: an outer fuse, admission is the engine's."""
+    stall_timeout: float = 30.0
+    """Seconds a stream may go unread before it ends with SLOW_READER."""
+    default_deadline: float = 600.0
+    """Seconds granted to a call that names no deadline."""
+    max_deadline: float = 3600.0
+    """Seconds granted to any call, whatever deadline it names."""
+    grace: float = 10.0
+    """Seconds that open calls may run on when the server is told to stop."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, f"port must be in [0, 65536), got {self.port}.")
+        _require(
+            1 <= self.max_message_bytes < 2**31,
+            f"max_message_bytes must be in [1, 2**31), got {self.max_message_bytes}.",
+        )
+        _require(self.max_concurrent_rpcs >= 1, "max_concurrent_rpcs must be at least 1.")
+        for name in ("stall_timeout", "default_deadline", "max_deadline"):
+            _require(getattr(self, name) > 0, f"{name} must be above 0.")
+        _require(self.grace >= 0, f"grace must not be negative, got {self.grace}.")
+        _require(
+            self.default_deadline <= self.max_deadline,
+            "default_deadline must not be above max_deadline.",
+        )
+        _require(
+            self.is_loopback or self.insecure,
+            f"{self.host} is reachable from other hosts, and calls carry no credentials; "
+            "set insecure to serve it nevertheless.",
+        )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this host can reach the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may mean anything but for this one
+            return self.host == "localhost"

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentkv.core.batch import Batch, BlockCopy, Sample, Sampled
+from agentkv.core.batch import Batch, BlockCopy
 from agentkv.model.attention import use_agentkv_attention
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
+from agentkv.model.sampler import Sampler
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,7 @@ class HandForked:
         self.block_size = block_size
         self.kv = KVCache(describe_model(model), num_blocks=num_blocks, block_size=block_size)
         self.kv.poison(poison)
-        self.runner = ModelRunner(model, self.kv, GreedySampler(), **runner_options)
+        self.runner = ModelRunner(model, self.kv, Sampler(), **runner_options)
         self._free = list(range(num_blocks))
         Random(7).shuffle(self._free)
         self._segment_ids = count()
@@ -154,22 +155,6 @@ class HandForked:
                 ids = piece.block_ids[first : last + 1]
                 cut.append(Piece(piece.segment_id, start, end, ids))
         return cut
-
-
-class GreedySampler:
-    """The most likely token, and plain log-probabilities."""
-
-    def __init__(self) -> None:
-        self.widths: list[int] = []
-
-    def sample(self, logits: Tensor, samples: Sequence[Sample]) -> list[Sampled]:
-        self.widths.append(len(samples))
-        return [Sampled(int(token), None) for token in logits.argmax(dim=-1)]
-
-    def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
-        self.widths.append(len(tokens))
-        rows = logits.log_softmax(dim=-1)
-        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
 
 
 def _tensor(head: object) -> Tensor:

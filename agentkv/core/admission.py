@@ -5,7 +5,7 @@ first, and recompute it at their next use; the youngest running request waits (`
 the request is refused with numbers. What is pinned never gives way.
 """
 
-from agentkv.core.block_writes import plan_writes
+from agentkv.core.block_writes import plan_writes, settle
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Request
 from agentkv.core.request_queues import RequestQueues
@@ -61,6 +61,7 @@ class Admission:
 
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
+        settle(self._tree, tail)
         return plan_writes(self._tree, tail, tail.end).num_blocks
 
     def _room(self, request: Request, hold: Hold) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agentkv.core.batch import NO_SLOT, Batch, BlockCopy, Run, Sample, Score
-from agentkv.core.block_writes import BlockWrites
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.request import Request
 from agentkv.core.segment import Segment
@@ -21,7 +20,6 @@ class Work:
     request: Request
     first: int
     upto: int
-    writes: BlockWrites
     copies: tuple[BlockCopy, ...] = ()
     shared: "Work | None" = None
     """Work of a sibling that runs the row this request needs; it has none of its own then."""

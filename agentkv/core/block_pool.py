@@ -13,7 +13,8 @@ class BlockPool:
     """The block ids of one tier.
 
     Invariants: a block's count is the number of segments that list it; a free block is counted
-    zero times; the free list has no duplicates; `release` is the only way back.
+    zero times; the free list has no duplicates; `release` is the only way back, and takes effect
+    for a guarded block at `unguard`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,6 +24,7 @@ class BlockPool:
         # A heap: the lowest ids go first, so a long allocation gets consecutive ones, which a
         # kernel can read as one extent without gathering.
         self._free = list(range(num_blocks))
+        self._guarded: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -56,15 +58,27 @@ class BlockPool:
         num_freed = 0
         for block_id, n in given_back.items():
             self._counts[block_id] -= n
-            if self._counts[block_id] == 0:
+            if self._counts[block_id] == 0 and block_id not in self._guarded:
                 heapq.heappush(self._free, block_id)
                 num_freed += 1
         return num_freed
+
+    def guard(self, block_id: int) -> None:
+        """Keeps a block off the free list until `unguard`, even if its last count is given back."""
+        self._guarded.add(block_id)
+
+    def unguard(self) -> None:
+        """Frees what was given back while it was guarded."""
+        for block_id in self._guarded:
+            if self._counts[block_id] == 0:
+                heapq.heappush(self._free, block_id)
+        self._guarded.clear()
 
     def check(self) -> None:
         """Asserts the invariants that need no knowledge of segments."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is twice on the free list"
+        assert not self._guarded, "a step has not ended"
         assert all(
             (count == 0) == (block_id in free) for block_id, count in enumerate(self._counts)
         ), "a free block is counted, or a counted one is free"

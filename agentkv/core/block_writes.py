@@ -4,6 +4,7 @@ Copy-on-write is decided here and done by the runner before the step writes anyt
 changes nothing that a caller could see; only `apply` takes blocks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,10 +15,9 @@ from agentkv.core.segment import Hold, Segment
 
 
 class SegmentWrite(NamedTuple):
-    """KV to be written for the tokens [num_computed, upto) of one segment."""
+    """What writing KV for the next tokens of one segment takes."""
 
     segment: Segment
-    upto: int
     num_blocks: int
     """Blocks to take, the one for a copy included."""
     is_copy: bool
@@ -36,44 +36,78 @@ class BlockWrites:
         return sum(write.num_blocks for write in self.writes)
 
 
+def settle(tree: ContextTree, tail: Segment) -> None:
+    """Lets each segment of a path that lacks KV stand on blocks of its own where that is free.
+
+    Tokens and sharing stay the same. To be called before `plan_writes`, and before asking what
+    the path lacks.
+    """
+    computed = tree.num_computed(tail)
+    node = tail
+    while node.parent is not None and not node.is_computed:
+        _make_last_holder(tree, node)
+        boundary = node.start - node.start % tree.block_size
+        if computed <= boundary < node.start:
+            # The block above has nothing to copy yet: this branch computes those few tokens in a
+            # block of its own rather than wait until another one can be copied.
+            tree.rehang(node, boundary)
+        node = node.parent
+
+
 def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
-    """Plans KV for the tokens of a path that have none yet, up to a position."""
-    _settle(tree, tail, upto)
-    writes = []
-    for segment in tree.path(tail):
-        if segment.is_computed or segment.start >= upto:
-            continue
-        position, end = segment.num_computed, min(upto, segment.end)
-        is_copy = not _is_writable(tree, segment)
-        num_blocks = -(-end // tree.block_size) - (-(-position // tree.block_size)) + is_copy
-        writes.append(SegmentWrite(segment, end, num_blocks, is_copy))
-    return BlockWrites(tuple(writes))
+    """Plans KV for the tokens of a settled path that have none yet, up to a position."""
+    computed, size = tree.num_computed(tail), tree.block_size
+    writes: list[SegmentWrite] = []
+    node = tail
+    while node.parent is not None and not node.is_computed:
+        if node.start < upto:
+            end, is_copy = min(upto, node.end), not _is_writable(tree, node)
+            # A copy takes over all that is computed in the block, so what else its old parent
+            # lacks is not needed any more.
+            num_held = computed // size if is_copy else -(-node.num_computed // size)
+            writes.append(SegmentWrite(node, -(-end // size) - num_held, is_copy))
+            if is_copy:
+                break
+        node = node.parent
+    return BlockWrites(tuple(reversed(writes)))
 
 
 def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
-    """Takes the planned blocks; returns the copies to do before the step writes."""
+    """Takes the planned blocks; returns the copies to do before the step writes.
+
+    A source is guarded until the step has ended, so that no other copy of the step can have it as
+    its destination: the copies may be done in any order.
+    """
     copies = []
     for write in planned.writes:
         block_ids = tree.pool.allocate(write.num_blocks)
         if write.is_copy:
             copies.append(_copy_block(tree, write.segment, block_ids))
+            tree.pool.guard(copies[-1].src_block_id)
         else:
             tree.residency.grow(write.segment, block_ids)
     return copies
 
 
-def commit_writes(tree: ContextTree, planned: BlockWrites) -> None:
-    """Records that the step wrote the planned KV: from now on it can be matched."""
-    for write in planned.writes:
-        tree.residency.set_computed(write.segment, write.upto)
-        prefix_match.index(write.segment, tree.block_size)
+def commit_writes(tree: ContextTree, tail: Segment, upto: int) -> None:
+    """Records that a step wrote KV up to a position of a path: from now on it can be matched."""
+    for segment in tree.path(tail):
+        if segment.start < upto and not segment.is_computed:
+            tree.residency.set_computed(segment, min(segment.end, upto))
+            prefix_match.index(segment, tree.block_size)
 
 
-def roll_back_writes(tree: ContextTree, planned: BlockWrites) -> None:
-    """Gives back the blocks of a step that failed; copied KV may be torn and goes too."""
-    for write in reversed(planned.writes):
-        segment = write.segment
-        tree.strip(segment, segment.start if write.is_copy else segment.num_computed)
+def roll_back_writes(tree: ContextTree, tail: Segment, copies: Iterable[BlockCopy]) -> None:
+    """Gives back the blocks a failed step took for a path; copied KV may be torn and goes too."""
+    torn = {copy.dst_block_id for copy in copies}
+    for segment in reversed(tree.path(tail)):
+        kept = segment.num_computed
+        for number, block_id in enumerate(segment.blocks):
+            if block_id in torn:
+                boundary = (segment.start // tree.block_size + number) * tree.block_size
+                kept = max(segment.start, min(kept, boundary))
+        if not segment.num_kv_children:
+            tree.strip(segment, kept)
 
 
 def _is_writable(tree: ContextTree, segment: Segment) -> bool:
@@ -81,19 +115,6 @@ def _is_writable(tree: ContextTree, segment: Segment) -> bool:
     if segment.num_computed % tree.block_size == 0:
         return True
     return bool(segment.blocks) and tree.pool.count(segment.blocks[-1]) == 1
-
-
-def _settle(tree: ContextTree, tail: Segment, upto: int) -> None:
-    """Lets each segment that will be written stand on its own block where that takes no copy."""
-    node = tail
-    while node.parent is not None and not node.is_computed:
-        if node.start < upto:
-            _make_last_holder(tree, node)
-            if node.start % tree.block_size and not node.parent.is_computed:
-                # The block above has nothing to copy yet: compute those few tokens twice, each
-                # branch in its own block, rather than wait a step for a copy.
-                tree.rehang(node, node.start - node.start % tree.block_size)
-        node = node.parent
 
 
 def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
@@ -114,12 +135,15 @@ def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
 
 def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> BlockCopy:
     """Moves a segment from a shared, partly filled block to a copy of it."""
-    parent, position = segment.parent, segment.num_computed
-    assert parent is not None and parent.is_computed
-    boundary = position - position % tree.block_size
-    source = parent.blocks[-1]
+    computed = tree.num_computed(segment)
+    boundary = computed - computed % tree.block_size
+    holder = segment
+    while not holder.blocks:
+        assert holder.parent is not None
+        holder = holder.parent
+    source = holder.blocks[-1]
     tree.strip(segment, segment.start)
     tree.rehang(segment, boundary)
     tree.residency.grow(segment, block_ids)
-    tree.residency.set_computed(segment, position)
-    return BlockCopy(source, block_ids[0], position - boundary)
+    tree.residency.set_computed(segment, computed)
+    return BlockCopy(source, block_ids[0], computed - boundary)

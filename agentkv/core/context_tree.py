@@ -257,6 +257,7 @@ class ContextTree:
         if not segment.is_computed:
             child.num_computed = segment.num_computed
         child.set_blocks(blocks)
+        segment.set_blocks([])  # or a stale entry among the evictable leaves would free them
         segment.tokens.extend(child.tokens)
         child.tokens, child.start = segment.tokens, segment.start
         child.last_used = max(child.last_used, segment.last_used)

@@ -80,9 +80,11 @@ class Residency:
         """Takes the least recently used leaf that may be evicted; None when there is none."""
         while self._leaves:
             last_used, _, segment = heapq.heappop(self._leaves)
-            # Entries go stale when a segment is used again, held again or gone: drop those here
-            # instead of searching the heap at every change.
-            if self._may_go(segment) and last_used == segment.last_used:
+            # Entries go stale when a segment is used again, held again or gone: sort that out
+            # here instead of searching the heap at every change.
+            if last_used != segment.last_used:
+                self.offer(segment)
+            elif self._may_go(segment):
                 return segment
         return None
 

@@ -96,9 +96,10 @@ class Scheduler:
         """Commits a step that ran; returns what it did for each request."""
         self._num_steps += 1
         self._computed += step.batch.num_rows
+        self._tree.pool.unguard()
         heads, scores, samples = iter(result.heads), iter(result.scores), iter(result.samples)
         for work in step.works:
-            commit_writes(self._tree, work.writes)
+            commit_writes(self._tree, work.request.context.tail, work.upto)
             work.request.computed_tokens += work.num_rows
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
@@ -118,8 +119,9 @@ class Scheduler:
 
     def roll_back(self, step: Step) -> list[Event]:
         """Undoes a step that raised: its requests end, all others go on."""
+        self._tree.pool.unguard()
         for work in step.works:
-            roll_back_writes(self._tree, work.writes)
+            roll_back_writes(self._tree, work.request.context.tail, work.copies)
         events = []
         for work in step.works:
             self.finish(work.request)

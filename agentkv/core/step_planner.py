@@ -7,21 +7,19 @@ token; what is left goes to chunks, oldest request first, then to requests that 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch_builder import Work
-from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes
+from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
-from agentkv.core.segment import Segment
+from agentkv.core.segment import Hold, Segment
 from agentkv.errors import PoolExhausted
-
-_NO_WRITES = BlockWrites(())
 
 
 class StepPlanner:
     """The growing plan of one step; used once.
 
-    Two requests never write one segment in a step: the first claims it, and a sibling that needs
-    nothing but its last row shares that row; any other waits for the next step.
+    Two requests never write one segment in a step: a sibling that needs nothing but the last row
+    of another's work shares that row; one that needs more waits for the next step.
     """
 
     def __init__(
@@ -37,7 +35,7 @@ class StepPlanner:
         self._queues = queues
         self._admission = admission
         self._config = config
-        self._claims: dict[Segment, Work] = {}
+        self._writers: list[Work] = []
         num_decodes = sum(self._num_missing(request) <= 1 for request in queues.running)
         self._chunk_budget = max(0, config.token_budget - num_decodes)
 
@@ -66,11 +64,11 @@ class StepPlanner:
 
     def _place(self, request: Request) -> None:
         tail = request.context.tail
-        shared = self._claims.get(self._topmost_missing(tail))
-        if shared is not None:
-            if self._may_share(request, shared):
-                work = Work(request, tail.end, tail.end, _NO_WRITES, shared=shared)
-                self._add(work)
+        settle(self._tree, tail)
+        sibling = self._sibling(tail)
+        if sibling is not None:
+            if self._may_share(request, sibling):
+                self._add(Work(request, tail.end, tail.end, shared=sibling), 0)
             return
         first = self._first_row(request)
         num_rows = tail.end - first
@@ -82,11 +80,10 @@ class StepPlanner:
         writes = self._reserve(request, first + num_rows)
         if writes is None:
             return
-        work = Work(request, first, first + num_rows, writes)
-        work.copies = tuple(apply_writes(self._tree, writes))
-        self._add(work)
+        copies = tuple(apply_writes(self._tree, writes))
+        self._add(Work(request, first, first + num_rows, copies), writes.num_blocks)
 
-    def _add(self, work: Work) -> None:
+    def _add(self, work: Work, num_blocks: int) -> None:
         request, tail = work.request, work.request.context.tail
         is_complete = work.upto == tail.end
         work.samples = is_complete and request.params is not None
@@ -95,11 +92,9 @@ class StepPlanner:
             and (work.num_rows > 0 or work.shared is not None)
             and (request.params is None or tail.num_contexts > 1)
         )
-        for write in work.writes.writes:
-            self._claims[write.segment] = work
-        if work.num_rows and not work.writes.writes:
-            self._claims[tail] = work  # recomputes the last row for its logits
-        request.num_promised -= min(request.num_promised, work.writes.num_blocks)
+        if work.num_rows:
+            self._writers.append(work)
+        request.num_promised -= min(request.num_promised, num_blocks)
         if is_complete:
             request.num_promised = 0
         if request.cached_tokens is None:
@@ -151,12 +146,23 @@ class StepPlanner:
             first -= 1  # KV is there and logits are not: run the last token again, without a write
         return first
 
-    def _topmost_missing(self, tail: Segment) -> Segment:
-        """Finds the first segment of a path that lacks KV; the tail when none does."""
-        found = node = tail
+    def _sibling(self, tail: Segment) -> Work | None:
+        """Finds work of this step that computes what a path lacks, or part of it."""
+        missing = node = tail
         while node.parent is not None and not node.is_computed:
-            found, node = node, node.parent
-        return found
+            missing, node = node, node.parent
+        if missing.holds[Hold.TOKENS] == 1:  # no other path runs through it
+            return None
+        for work in self._writers:
+            end = work.request.context.tail
+            if end is tail and work.upto == tail.end:
+                return work
+            while end.start > missing.start:
+                assert end.parent is not None
+                end = end.parent
+            if end is missing and missing.num_computed < min(work.upto, missing.end):
+                return work
+        return None
 
     def _may_share(self, request: Request, work: Work) -> bool:
         tail = request.context.tail

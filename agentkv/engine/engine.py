@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from agentkv.engine.detokenizer import Detokenizer
-from agentkv.engine.tokenizer import Tokenizer
-
 from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
 from agentkv.core.batch import Stream
 from agentkv.core.block_pool import BlockPool
@@ -22,15 +19,15 @@ from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.core.views import ContextView, PoolView
+from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import EngineView, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.runner import Runner
 from agentkv.engine.step_loop import StepLoop
+from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import AgentKVError, NotFound
 from agentkv.sampling_params import SamplingParams
-
-_PRIMING_TOKENS = 8  # enough to hold any character that the context ends in the middle of
 
 OperationT = TypeVar("OperationT", bound=Operation)
 
@@ -144,10 +141,13 @@ class Engine:
         *,
         recursive: bool = False,
         allow_missing: bool = False,
-    ) -> Released:
+    ) -> tuple[Released, Sequence[Operation]]:
         """Forgets contexts, with all that descend from them if `recursive`; all or none.
 
         A request on one of them ends with CONTEXT_RELEASED. Other contexts keep what they share.
+
+        Returns:
+            What was released, and the operations that have news because of it.
 
         Raises:
             NotFound: A handle is unknown and `allow_missing` is false.
@@ -163,13 +163,14 @@ class Engine:
             found = self._store.descendants(context) if recursive else [context]
             doomed.update(dict.fromkeys(found))
         live_before = self._tree.residency.held[Hold.KV]
+        ended: dict[Operation, None] = {}
         for context in doomed:
             if context.request is not None:
-                self._loop.end_released(context.request)
+                ended[self._loop.end_released(context.request)] = None
             if not context.is_released:
                 self._store.release(context)
         freed = live_before - self._tree.residency.held[Hold.KV]
-        return Released(len(doomed), freed, self.pool_view())
+        return Released(len(doomed), freed, self.pool_view()), tuple(ended)
 
     # -- tokens ------------------------------------------------------------------------------
 
@@ -412,11 +413,12 @@ class Engine:
         if seed is None and not params.is_greedy:
             seed = self._new_seed()
         requests = [self._request(context, params, seed) for context in contexts]
-        prime = self._tree.last_tokens(contexts[0].tail, _PRIMING_TOKENS)
+        prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
             [Detokenizer(self.tokenizer, prime, params.stop) for _ in contexts],
             self._store.view,
+            self.pool_view,
             self._loop.end,
             seed=seed,
             is_single=is_single,

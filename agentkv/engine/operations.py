@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentkv.engine.detokenizer import Detokenizer
-
 from agentkv.core.context import Context
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.views import ContextView, PoolView, Usage
+from agentkv.engine.detokenizer import Detokenizer
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -138,6 +137,7 @@ class Generation(Operation):
         requests: Sequence[Request],
         detokenizers: Sequence[Detokenizer],
         view: Callable[[Context], ContextView],
+        pool: Callable[[], PoolView],
         end: Callable[[Request], None],
         *,
         seed: int | None,
@@ -151,6 +151,7 @@ class Generation(Operation):
             )
         }
         self._view = view
+        self._pool = pool
         self._end = end
         self._seed = seed
         self._is_single = is_single
@@ -215,6 +216,7 @@ class Generation(Operation):
                 reason=reason,
                 context=self._view(event.request.context),
                 usage=event.request.usage,
+                pool=self._pool(),
                 seed=self._seed,
                 error=event.error,
                 stop=stop,

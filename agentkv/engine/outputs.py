@@ -38,6 +38,8 @@ class Finish:
     context: ContextView | None
     """The context after its last committed token; None when it was released meanwhile."""
     usage: Usage
+    pool: PoolView
+    """Blocks of the pool at the end of the branch."""
     seed: int | None
     """Seed that replays the branch; None when greedy."""
     error: AgentKVError | None = None

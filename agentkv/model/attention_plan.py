@@ -13,7 +13,7 @@ class AttentionPlanner:
 
     Invariant: the plan handed out equals the one `AttentionPlan.build` would make of that batch.
     A run whose blocks were replaced (its KV gave way and was computed again) is never moved on,
-    though its segment is the same.
+    though its segment is the same. A batch that the kernels refuse changes nothing here.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -28,17 +28,15 @@ class AttentionPlanner:
     def plan(self, batch: Batch) -> AttentionPlan:
         """Returns the plan of a batch; it is valid until the next call."""
         kv_lens = [position + 1 for position in batch.positions]
-        plan, grown = self._plan, self._growth(batch)
-        # Forgotten first: if the kernels refuse, the next step must not go on with a stale plan.
-        self._plan = None
-        if plan is not None and grown is not None:
-            plan.advance(kv_lens, grown)
+        grown = self._growth(batch)
+        if self._plan is not None and grown is not None:
+            self._plan.advance(kv_lens, grown)
             self.num_advances += 1
         else:
-            plan = AttentionPlan.build(_kv_runs(batch), kv_lens, block_size=self._block_size)
+            self._plan = AttentionPlan.build(_kv_runs(batch), kv_lens, block_size=self._block_size)
             self.num_builds += 1
-        self._plan, self._runs = plan, batch.runs
-        return plan
+        self._runs = batch.runs
+        return self._plan
 
     def _growth(self, batch: Batch) -> list[RunGrowth] | None:
         """Says how the runs grew since the step before, or None if more than lengths changed."""

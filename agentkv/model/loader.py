@@ -39,7 +39,10 @@ def _silent(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, in evaluation mode, and the facts that follow from it."""
+    """A model ready to run, in evaluation mode, and what else its files say.
+
+    The shape of its KV is not here: configs say it wrongly, `model_shape` asks the model.
+    """
 
     name: str
     """As the caller named it: an alias, a path or a Hub id."""
@@ -54,12 +57,6 @@ class LoadedModel:
     max_length: int
     """Most tokens of one context."""
     num_layers: int
-    num_heads: int
-    """Query heads of one layer."""
-    num_kv_heads: int
-    """Key and value heads of one layer, as the attention function sees them."""
-    key_head_dim: int
-    value_head_dim: int
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
@@ -116,7 +113,7 @@ def resolve(name: str, report: Report = _silent) -> Path:
             return hub.fetch_snapshot(alias.hub_id, report)
         return _convert(package_file, report)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not hub.has_weights(path):
             raise InvalidRequest(f"{path} lacks a config.json, or some of its safetensors.")
         return path
@@ -198,11 +195,12 @@ def _load_weights(
         dtype=dtype,
         trust_remote_code=False,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
         output_loading_info=True,
     )
     model, info = loaded
     # transformers fills what is missing with random numbers and goes on.
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    absent = [*sorted(info["missing_keys"]), *sorted(key[0] for key in info["mismatched_keys"])]
     if absent:
         raise InvalidRequest(
             f"The safetensors in {folder} do not fit the model: {', '.join(absent[:5])}."
@@ -216,15 +214,6 @@ def _describe(
     name: str, folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> LoadedModel:
     config: Any = model.config.get_text_config()
-    num_heads = int(config.num_attention_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    value_head_dim = head_dim
-    if getattr(config, "kv_lora_rank", None):
-        # Latent attention reaches the attention function expanded: one KV head per query head.
-        num_kv_heads = num_heads
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        value_head_dim = config.v_head_dim
     max_length = getattr(config, "max_position_embeddings", None)
     if not max_length:
         raise UnsupportedModelError(f"The config in {folder} does not say the longest context.")
@@ -238,10 +227,6 @@ def _describe(
         vocab_size=int(untyped.get_output_embeddings().weight.shape[0]),
         max_length=int(max_length),
         num_layers=int(config.num_hidden_layers),
-        num_heads=num_heads,
-        num_kv_heads=int(num_kv_heads),
-        key_head_dim=int(head_dim),
-        value_head_dim=int(value_head_dim),
         dtype=model.dtype,
         device=model.device,
         eos_token_ids=_eos_token_ids(model.generation_config, tokenizer),

@@ -28,14 +28,14 @@ SLICE_BYTES = 32 * 1024 * 1024
 
 
 class TokenSampler(Protocol):
-    """Chooses tokens; the runner's last stage, passed in so that tests can force tokens."""
+    """What the runner needs of a sampler; passed in, so that tests can force tokens."""
 
     def sample(self, logits: Tensor, samples: Sequence[Sample]) -> list[Sampled]:
         """Chooses one token per row of logits, (n, vocab_size) fp32."""
         ...
 
     def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
-        """Reports the log-probability of one given token per row of logits."""
+        """Finds the log-probability of one given token per row of logits, (n, vocab_size) fp32."""
         ...
 
 

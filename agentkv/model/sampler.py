@@ -56,24 +56,20 @@ class Sampler:
             for row, (token, bad) in enumerate(zip(tokens.tolist(), failed.tolist(), strict=True))
         ]
 
+    def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
+        """Computes the natural logarithm of one given token's probability for each row.
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Computes the natural logarithm of one token's probability for each row.
+        Args:
+            logits: (num_rows, vocab_size), raw; any floating dtype.
+            tokens: One token id for each row, in [0, vocab_size).
 
-    Args:
-        logits: (num_rows, vocab_size), raw; any floating dtype.
-        tokens: One token id for each row, in [0, vocab_size).
-
-    Returns:
-        (num_rows,) log-softmax in float64; NaN where the logits are not finite.
-    """
-    assert logits.shape[0] == len(tokens), "one token for each row"
-    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    return [
-        value
-        for rows in _chunks(range(len(tokens)), logits)
-        for value in _logprobs(logits[rows[0] : rows[-1] + 1], index[rows[0] : rows[-1] + 1])
-    ]
+        Returns:
+            (num_rows,) log-softmax in float64; NaN where the logits are not finite.
+        """
+        assert logits.shape[0] == len(tokens), "one token for each row"
+        index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+        parts = (slice(rows[0], rows[-1] + 1) for rows in _chunks(range(len(tokens)), logits))
+        return [value for part in parts for value in _logprobs(logits[part], index[part])]
 
 
 def _requested_logprobs(

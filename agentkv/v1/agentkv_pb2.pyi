@@ -316,7 +316,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: `system`, `user`, `assistant` or `tool`. Another role is refused with
+    """Who speaks: `system`, `developer`, `user`, `assistant` or `tool`. Another role is refused with
     UNSUPPORTED_OPTION.
     """
     content: _builtins.str
@@ -882,13 +882,18 @@ class CreateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text to tokenise, with the model's own begin-of-sequence token where it has one. Text of
-    special tokens stays plain text. No NUL character.
+    """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
+    character.
     """
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat creates another context.
-    The same id with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat
+    creates another context. The same id with another body is refused with REQUEST_ID_REUSED.
+    """
+    allow_special: _builtins.bool
+    """Whether text of special tokens in `text` becomes those tokens. Default: false, it stays plain
+    text. That of messages always does.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -910,10 +915,11 @@ class CreateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        allow_special: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -997,8 +1003,8 @@ class ForkRequest(_message.Message):
     but one token, at the next use.
     """
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat forks again. The same id
-    with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat forks
+    again. The same id with another body is refused with REQUEST_ID_REUSED.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -1254,8 +1260,8 @@ class GenerateBranchesRequest(_message.Message):
     at: _builtins.int
     """Position to fork at, in [0, length]. Default: the length."""
     request_id: _builtins.str
-    """Makes a repeat safe: a UUID, at most 36 characters. Empty: a repeat forks again. The same id
-    with another body is refused with REQUEST_ID_REUSED.
+    """Makes a repeat safe: 1 to 36 printable ASCII characters, such as a UUID. Empty: a repeat forks
+    again. The same id with another body is refused with REQUEST_ID_REUSED.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
@@ -1585,9 +1591,7 @@ class ListRequest(_message.Message):
     page_size: _builtins.int
     """Most contexts on the page, in [1, Limits.max_page_size]. Default: 100."""
     page_token: _builtins.str
-    """`next_page_token` of the page before. Empty: the first page. A token the server did not give
-    is refused with INVALID_REQUEST.
-    """
+    """`next_page_token` of the page before, opaque, at most 512 characters. Empty: the first page."""
     def __init__(
         self,
         *,

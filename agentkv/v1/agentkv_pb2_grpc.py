@@ -184,7 +184,8 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Lists the caller's contexts, page by page, parents before the contexts forked from them.
+        """Lists the caller's contexts, page by page, in the order of their handles. A context made while
+        pages are read may be missed; one that lives throughout is listed once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

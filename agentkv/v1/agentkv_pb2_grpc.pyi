@@ -101,7 +101,9 @@ class ContextServiceStub:
     Get: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]
     """Describes one context."""
     List: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]
-    """Lists the caller's contexts, page by page, parents before the contexts forked from them."""
+    """Lists the caller's contexts, page by page, in the order of their handles. A context made while
+    pages are read may be missed; one that lives throughout is listed once.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
 
@@ -161,7 +163,9 @@ class ContextServiceAsyncStub(ContextServiceStub):
     Get: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]  # type: ignore[assignment]
     """Describes one context."""
     List: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]  # type: ignore[assignment]
-    """Lists the caller's contexts, page by page, parents before the contexts forked from them."""
+    """Lists the caller's contexts, page by page, in the order of their handles. A context made while
+    pages are read may be missed; one that lives throughout is listed once.
+    """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
 
@@ -278,7 +282,9 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agentkv_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agentkv_pb2.ListResponse, _abc.Awaitable[_agentkv_pb2.ListResponse]]:
-        """Lists the caller's contexts, page by page, parents before the contexts forked from them."""
+        """Lists the caller's contexts, page by page, in the order of their handles. A context made while
+        pages are read may be missed; one that lives throughout is listed once.
+        """
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -34,12 +34,12 @@ def tree_attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     schedule = plan.derived(build_schedule, window, dtype)
     num_kv_heads, v_head_dim = v_cache.shape[2:]
-    layer = _Layer(
-        query.reshape(num_rows, num_kv_heads, -1, head_dim), k_cache, v_cache, scale, softcap
-    )
+    group = num_q_heads // num_kv_heads
+    grouped = query.reshape(num_rows, num_kv_heads, group, head_dim)
+    layer = _Layer(grouped, k_cache, v_cache, scale, softcap)
     merged = _merge(schedule, layer, dtype, sinks)  # (num_kv_heads, num_rows, group, v_head_dim)
     out = query.new_empty((num_rows, num_q_heads, v_head_dim))
-    out.view(num_rows, num_kv_heads, -1, v_head_dim).copy_(merged.transpose(0, 1))
+    out.view(num_rows, num_kv_heads, group, v_head_dim).copy_(merged.transpose(0, 1))
     if schedule.reads_hidden and not bool(out.sum().isfinite()):
         rows = (~out.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
         again, _ = reference.tree_attention(

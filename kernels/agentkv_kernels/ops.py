@@ -228,7 +228,7 @@ def _check_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atte
     _check_caches(k_cache, v_cache)
     if k_cache.dtype != query.dtype:
         raise TypeError(f"k_cache is {k_cache.dtype}, query {query.dtype}")
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     if query.dim() != 3 or query.shape[2] != head_dim:
         raise ValueError(
             f"query must have shape (num_rows, num_q_heads, {head_dim}), not {tuple(query.shape)}"
@@ -241,6 +241,8 @@ def _check_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Atte
         raise ValueError(f"plan has {plan.num_rows} rows, query {query.shape[0]}")
     if plan.block_size != block_size:
         raise ValueError(f"plan has blocks of {plan.block_size}, k_cache of {block_size}")
+    if (highest := plan.derived(AttentionPlan.highest_block)) >= num_blocks:
+        raise ValueError(f"plan reads block {highest}, k_cache has {num_blocks}")
 
 
 def _check_modifiers(

@@ -124,13 +124,15 @@ class AttentionPlan:
             grown: Runs that reach further, each at most once.
 
         Raises:
-            ValueError: Another number of rows, an unknown run, a run that shrinks, a run without
-                the blocks its new end needs.
+            ValueError: Another number of rows, an unknown run, a run named twice, a run that
+                shrinks, a run without the blocks its new end needs.
         """
         if len(kv_lens) != len(self.kv_lens):
             raise ValueError(f"kv_lens must have {len(self.kv_lens)} entries, not {len(kv_lens)}")
         if len(kv_lens) and min(kv_lens) < 0:
             raise ValueError(f"kv_lens must not be negative, got {min(kv_lens)}")
+        if len({growth.run for growth in grown}) < len(grown):
+            raise ValueError("grown must name each run at most once")
         appended = [self._check_growth(growth) for growth in grown]
         for growth, ids in zip(grown, appended, strict=True):
             self.ends[growth.run] = growth.end
@@ -169,6 +171,18 @@ class AttentionPlan:
         kv_len = self.kv_lens[row]
         begin = self.starts[run] if window is None else max(self.starts[run], kv_len - window)
         return begin, min(self.ends[run], kv_len)
+
+    def highest_block(self) -> int:
+        """Returns the highest block id that holds a position of a run; -1 when none does."""
+        used = zip(self.blocks, self.starts, self.ends, strict=True)
+        return max(
+            (
+                int(ids[: _num_needed(start, end, self.block_size)].max())
+                for ids, start, end in used
+                if start < end
+            ),
+            default=-1,
+        )
 
     def slots(self, run: int, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Returns the pool slots of positions [begin, end) of a run, (end - begin,) int64.
@@ -228,9 +242,14 @@ def _as_rows(rows: Sequence[int], num_rows: int, run: int) -> Sequence[int]:
     return range(rows[0], rows[0] + 1) if len(rows) == 1 else tuple(rows)
 
 
+def _num_needed(start: int, end: int, block_size: int) -> int:
+    """Blocks that hold [start, end)."""
+    return -(-end // block_size) - start // block_size if end > start else 0
+
+
 def _check_num_blocks(run: int, start: int, end: int, num_blocks: int, block_size: int) -> None:
     """Refuses a run whose blocks end before it does."""
-    needed = -(-end // block_size) - start // block_size if end > start else 0
+    needed = _num_needed(start, end, block_size)
     if num_blocks < needed:
         raise ValueError(
             f"block_ids of run {run} must hold {needed} blocks for [{start}, {end}), "

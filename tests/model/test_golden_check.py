@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hand_forked import GreedySampler
 from tiny_models import WINDOW, build_tiny_model
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -13,10 +12,11 @@ from agentkv.errors import UnsupportedModelError
 from agentkv.model.attention import ATTENTION_NAME, use_agentkv_attention
 from agentkv.model.golden_check import GoldenReport, check_model
 from agentkv.model.model_shape import LayerShape, ModelShape, describe_model
+from agentkv.model.sampler import Sampler
 
 
 def check(model: PreTrainedModel, block_size: int = 16) -> GoldenReport:
-    return check_model(model, describe_model(model), GreedySampler(), block_size=block_size)
+    return check_model(model, describe_model(model), Sampler(), block_size=block_size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "gpt2", "gpt_oss"])
@@ -58,7 +58,7 @@ def test_llama4_is_caught_by_its_numbers_alone() -> None:
         vocab_size=97,
     )
     with pytest.raises(UnsupportedModelError, match=r"Llama4ForCausalLM differs .* use another"):
-        check_model(model, shape, GreedySampler(), block_size=16)
+        check_model(model, shape, Sampler(), block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_an_attention_feature_that_gets_lost_is_caught(
     monkeypatch.setattr("agentkv.model.attention._attention", losing)
     use_agentkv_attention(model)
     with pytest.raises(UnsupportedModelError, match="differs from its own attention"):
-        check_model(model, shape, GreedySampler(), block_size=16)
+        check_model(model, shape, Sampler(), block_size=16)
     monkeypatch.undo()
     use_agentkv_attention(model)
-    assert check_model(model, shape, GreedySampler(), block_size=16).error < 1e-4
+    assert check_model(model, shape, Sampler(), block_size=16).error < 1e-4
 
 
 def test_numbers_that_are_not_finite_fail() -> None:
@@ -93,7 +93,7 @@ def test_numbers_that_are_not_finite_fail() -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
     with pytest.raises(UnsupportedModelError, match="nan"):
-        check_model(model, shape, GreedySampler(), block_size=16)
+        check_model(model, shape, Sampler(), block_size=16)
 
 
 def test_far_windows_do_not_make_the_check_long() -> None:

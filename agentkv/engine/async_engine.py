@@ -1,0 +1,196 @@
+"""`Engine` for callers on an event loop: every verb runs on the engine's thread, between two steps.
+
+It decides nothing: what a verb means is `Engine`'s affair.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from agentkv.config import LimitsConfig
+from agentkv.core.context_store import ContextPage
+from agentkv.core.views import ContextView
+from agentkv.engine.engine import Engine
+from agentkv.engine.engine_thread import EngineThread
+from agentkv.engine.generation_stream import GenerationStream
+from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores
+from agentkv.engine.tokenizer import Tokenizer
+from agentkv.sampling_params import SamplingParams
+
+
+class AsyncEngine:
+    """An `Engine` for callers on one event loop.
+
+    Cancelling an awaited call cancels the operation, unless another caller awaits the same one:
+    each context then stays at its last committed token.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = EngineThread(engine)
+
+    @property
+    def limits(self) -> LimitsConfig:
+        """What one tenant or one call may ask for."""
+        return self._engine.limits
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; it may be used on any thread."""
+        return self._engine.tokenizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a client may want to know of the model."""
+        return self._engine.facts
+
+    async def start(self) -> None:
+        """Starts the engine's thread; answers arrive on the running event loop."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
+        await self._thread.stop()
+
+    async def create(
+        self,
+        tenant: str,
+        token_ids: Sequence[int],
+        *,
+        pinned: bool = False,
+        labels: Mapping[str, str] | None = None,
+        request_id: str | None = None,
+    ) -> Committed:
+        """Makes a context of these tokens; see `Engine.create`."""
+        operation = await self._thread.complete(
+            lambda: self._engine.create(
+                tenant, token_ids, pinned=pinned, labels=labels, request_id=request_id
+            )
+        )
+        return operation.answer
+
+    async def fork(
+        self,
+        tenant: str,
+        context_id: str,
+        *,
+        count: int = 1,
+        at: int | None = None,
+        labels: Mapping[str, str] | None = None,
+        request_id: str | None = None,
+    ) -> tuple[ContextView, ...]:
+        """Makes contexts that share this one's tokens; see `Engine.fork`."""
+        return await self._thread.call(
+            lambda: self._engine.fork(
+                tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+            )
+        )
+
+    async def extend(
+        self,
+        tenant: str,
+        context_id: str,
+        token_ids: Sequence[int],
+        *,
+        expected_length: int | None = None,
+        logprobs: bool = False,
+    ) -> Committed:
+        """Appends given tokens, all or none; see `Engine.extend`."""
+        operation = await self._thread.complete(
+            lambda: self._engine.extend(
+                tenant, context_id, token_ids, expected_length=expected_length, logprobs=logprobs
+            )
+        )
+        return operation.answer
+
+    def generate(
+        self,
+        tenant: str,
+        context_id: str,
+        params: SamplingParams,
+        *,
+        expected_length: int | None = None,
+    ) -> GenerationStream:
+        """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
+        return self._thread.stream(
+            lambda: self._engine.generate(
+                tenant, context_id, params, expected_length=expected_length
+            )
+        )
+
+    def generate_branches(
+        self,
+        tenant: str,
+        context_id: str,
+        count: int,
+        params: SamplingParams,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> GenerationStream:
+        """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
+        return self._thread.stream(
+            lambda: self._engine.generate_branches(
+                tenant, context_id, count, params, at=at, labels=labels
+            )
+        )
+
+    async def score(
+        self, tenant: str, context_id: str, continuations: Sequence[Sequence[int]]
+    ) -> Scores:
+        """Computes log-probabilities of continuations; see `Engine.score`."""
+        operation = await self._thread.complete(
+            lambda: self._engine.score(tenant, context_id, continuations)
+        )
+        return operation.answer
+
+    async def truncate(
+        self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
+    ) -> ContextView:
+        """Takes a context back to its first tokens; see `Engine.truncate`."""
+        return await self._thread.call(
+            lambda: self._engine.truncate(
+                tenant, context_id, length, expected_length=expected_length
+            )
+        )
+
+    async def release(
+        self,
+        tenant: str,
+        context_ids: Sequence[str],
+        *,
+        recursive: bool = False,
+        allow_missing: bool = False,
+    ) -> Released:
+        """Forgets contexts; see `Engine.release`."""
+
+        def release() -> Released:
+            released, ended = self._engine.release(
+                tenant, context_ids, recursive=recursive, allow_missing=allow_missing
+            )
+            for operation in ended:
+                self._thread.settle(operation)
+            return released
+
+        return await self._thread.call(release)
+
+    async def get(self, tenant: str, context_id: str) -> ContextView:
+        """Describes one context."""
+        return await self._thread.call(lambda: self._engine.get(tenant, context_id))
+
+    async def list(
+        self,
+        tenant: str,
+        *,
+        root_id: str | None = None,
+        page_size: int = 100,
+        page_token: str = "",
+    ) -> ContextPage:
+        """Lists a tenant's contexts, a page at a time."""
+        return await self._thread.call(
+            lambda: self._engine.list(
+                tenant, root_id=root_id, page_size=page_size, page_token=page_token
+            )
+        )
+
+    async def view(self) -> EngineView:
+        """Describes the engine."""
+        return await self._thread.call(self._engine.view)

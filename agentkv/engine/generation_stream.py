@@ -1,0 +1,118 @@
+"""One generation as seen from the event loop: what came, in order, until it ends.
+
+The reader sets the pace. While it lags, the engine keeps what follows in the operation, where
+tokens of many steps become one chunk, so a slow reader costs no memory per step.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+from agentkv.engine.operations import Generation
+from agentkv.engine.outputs import Update
+from agentkv.errors import AgentKVError
+
+_MAX_UNREAD = 64
+"""Messages under way before the engine holds back."""
+
+
+class GenerationStream:
+    """An asynchronous iterator of updates, one tuple per engine step that had news.
+
+    Use as `async with stream: async for updates in stream`. Leaving the block cancels what still
+    runs; each context then stays at its last committed token. The error that refused or ended
+    the call is raised by the iteration, after the updates before it.
+
+    Invariant: `num_sent` is written by the engine's thread alone, `_num_read` by the event loop's.
+    """
+
+    def __init__(
+        self,
+        *,
+        begin: Callable[["GenerationStream"], None],
+        pull: Callable[["GenerationStream"], None],
+        cancel: Callable[["GenerationStream"], None],
+    ) -> None:
+        self.operation: Generation | None = None
+        """Set on the engine's thread once the call was accepted."""
+        self.num_sent = 0
+        self.is_closed = False
+        self._begin = begin
+        self._pull = pull
+        self._cancel = cancel
+        self._is_begun = self._is_complete = self._has_lagged = False
+        self._num_read = 0
+        self._unread: deque[tuple[Update, ...]] = deque()
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        """Begins the call."""
+        self._start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Closes the stream."""
+        self.close()
+
+    def __aiter__(self) -> Self:
+        """Iterates over the steps that had news."""
+        return self
+
+    async def __anext__(self) -> tuple[Update, ...]:
+        """Waits for the next step with news.
+
+        Raises:
+            AgentKVError: The call was refused, or a single generation ended in an error.
+        """
+        self._start()
+        while not self._unread:
+            if self._is_complete or self.is_closed:
+                raise self._error or StopAsyncIteration
+            if self._has_lagged:
+                self._has_lagged = False
+                self._pull(self)
+            self._news.clear()
+            await self._news.wait()
+        self._num_read += 1
+        return self._unread.popleft()
+
+    def close(self) -> None:
+        """Cancels what still runs. At once, without waiting; closing twice is fine."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._news.set()
+        if self._is_begun and not self._is_complete:
+            try:
+                self._cancel(self)
+            except AgentKVError:  # the engine is stopping, and ends everything by itself
+                self._is_complete = True
+
+    def may_take(self) -> bool:
+        """Whether the reader keeps up; called on the engine's thread before each hand-over."""
+        if self.num_sent - self._num_read < _MAX_UNREAD:
+            return True
+        # Set first, then look again: a reader that emptied the buffer in between did not see it.
+        self._has_lagged = True
+        return self.num_sent - self._num_read < _MAX_UNREAD
+
+    def put(self, updates: tuple[Update, ...], error: Exception | None, *, is_last: bool) -> None:
+        """Takes in what a step brought; called on the event loop."""
+        if updates:
+            self._unread.append(updates)
+        else:
+            self._num_read += 1
+        if is_last:
+            self._error, self._is_complete = error, True
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream of a call that was refused; called on the event loop."""
+        self.put((), error, is_last=True)
+
+    def _start(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._begin(self)

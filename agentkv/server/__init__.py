@@ -1,0 +1,1 @@
+"""The service: translates between the wire and the engine, and never decides."""

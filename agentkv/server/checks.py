@@ -1,0 +1,298 @@
+"""What a request must fulfil before the engine hears of it: the only validator.
+
+It owns every limit that is known without the engine's state, and lists all that a request
+violates, not only the first. It knows no context: whether a handle names anything, whether a
+position lies inside it and whether blocks are free are the engine's to say.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from agentkv.config import LimitsConfig
+from agentkv.engine.outputs import ModelFacts
+from agentkv.engine.tokenizer import ROLES, ChatMessage
+from agentkv.errors import InvalidRequest, Reason
+from agentkv.sampling_params import SamplingParams
+from agentkv.v1 import agentkv_pb2 as pb
+
+MAX_LABELS: Final = 64
+MAX_LABEL_KEY: Final = 63
+MAX_LABEL_VALUE: Final = 256
+MAX_MESSAGES: Final = 4096
+MAX_PAGE_SIZE: Final = 1000
+MAX_PAGE_TOKEN: Final = 512
+MAX_RELEASE_COUNT: Final = 10_000
+MAX_REQUEST_ID: Final = 36
+DEFAULT_PAGE_SIZE: Final = 100
+
+
+class TextInput(NamedTuple):
+    """Text to tokenise."""
+
+    text: str
+    allow_special: bool
+
+
+class ChatInput(NamedTuple):
+    """A conversation to render and tokenise."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+
+
+class TokenInput(NamedTuple):
+    """Token ids, checked."""
+
+    token_ids: tuple[int, ...]
+
+
+class Checks:
+    """Collects what one request violates; `finish` raises if anything does.
+
+    Each method reads one part of the request and returns its value. A value that is wrong is
+    returned as it is: `finish` raises before anyone uses it.
+    """
+
+    def __init__(self, limits: LimitsConfig, model: ModelFacts) -> None:
+        self._limits = limits
+        self._model = model
+        self._violations: dict[str, str] = {}
+        self._reasons: set[Reason] = set()
+
+    def finish(self) -> None:
+        """Raises if the request violates anything.
+
+        Raises:
+            InvalidRequest: Lists every violation. Its reason is theirs when they share one, else
+                INVALID_REQUEST.
+        """
+        if not self._violations:
+            return
+        reason = self._reasons.pop() if len(self._reasons) == 1 else Reason.INVALID_REQUEST
+        listed = "; ".join(f"{field} {what}" for field, what in self._violations.items())
+        raise InvalidRequest(
+            f"The request is wrong: {listed}.", reason=reason, violations=self._violations
+        )
+
+    def context_id(self, value: str, field: str = "context_id") -> str:
+        """Checks that a handle was given; what it names is the engine's to say."""
+        self._require(bool(value), field, "must name a context")
+        return value
+
+    def context_ids(self, values: Sequence[str]) -> tuple[str, ...]:
+        """Checks the handles of one Release; a handle given twice counts once."""
+        self._require(
+            1 <= len(values) <= MAX_RELEASE_COUNT,
+            "context_ids",
+            f"takes 1 to {MAX_RELEASE_COUNT} handles, got {len(values)}",
+        )
+        self._require(all(values), "context_ids", "must each name a context")
+        return tuple(dict.fromkeys(values))
+
+    def request_id(self, value: str) -> str | None:
+        """Checks a request id; None when the caller gave none."""
+        self._require(
+            len(value) <= MAX_REQUEST_ID and value.isascii() and value.isprintable(),
+            "request_id",
+            f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters",
+        )
+        return value or None
+
+    def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
+        """Checks the labels of a new context."""
+        self._require(
+            len(labels) <= MAX_LABELS,
+            "labels",
+            f"takes at most {MAX_LABELS} entries, got {len(labels)}",
+        )
+        for key, value in labels.items():
+            self._require(
+                1 <= len(key) <= MAX_LABEL_KEY and "\0" not in key,
+                "labels",
+                f"takes keys of 1 to {MAX_LABEL_KEY} characters",
+            )
+            self._require(
+                len(value) <= MAX_LABEL_VALUE and "\0" not in value,
+                f"labels[{key}]",
+                f"must be at most {MAX_LABEL_VALUE} characters",
+            )
+        # Maps travel in any order, and a repeat must look like the request it repeats.
+        return dict(sorted(labels.items()))
+
+    def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
+        """Checks the number of branches, before any work grows with it."""
+        count = request.count if request.HasField("count") else 1
+        most = self._limits.max_fork_count
+        self._require(1 <= count <= most, "count", f"must be in [1, {most}], got {count}")
+        return count
+
+    def length(self, request: pb.TruncateRequest) -> int:
+        """Checks that the length to keep was given: 0 is a length, absence is not."""
+        self._require(request.HasField("length"), "length", "must be given")
+        return request.length
+
+    def page_size(self, request: pb.ListRequest) -> int:
+        """Checks the size of a page."""
+        size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE_SIZE
+        self._require(
+            1 <= size <= MAX_PAGE_SIZE, "page_size", f"must be in [1, {MAX_PAGE_SIZE}], got {size}"
+        )
+        return size
+
+    def page_token(self, value: str) -> str:
+        """Checks that a page token may be one of ours; the engine says whether it is."""
+        self._require(len(value) <= MAX_PAGE_TOKEN, "page_token", "is none the server gave")
+        return value
+
+    def prompt(self, request: pb.CreateRequest) -> TextInput | ChatInput | TokenInput:
+        """Checks the first tokens of a context."""
+        match request.WhichOneof("prompt"):
+            case "messages":
+                return self._chat(request.messages)
+            case "token_ids":
+                return self._tokens(request.token_ids, "token_ids")
+            case "text":
+                return self._text(request.text, "text", request.allow_special)
+        self._add("prompt", "must be given as text, messages or token_ids")
+        return TokenInput(())
+
+    def extension(self, request: pb.ExtendRequest) -> TextInput | TokenInput:
+        """Checks the tokens to append."""
+        return self._input(request, "", "input", request.allow_special)
+
+    def continuations(self, request: pb.ScoreRequest) -> tuple[TextInput | TokenInput, ...]:
+        """Checks the continuations to score."""
+        given, most = request.continuations, self._limits.max_continuations
+        if not 1 <= len(given) <= most:
+            self._add("continuations", f"takes 1 to {most} entries, got {len(given)}")
+            return ()
+        return tuple(
+            self._input(item, f"continuations[{i}].", f"continuations[{i}]", request.allow_special)
+            for i, item in enumerate(given)
+        )
+
+    def sampling(self, options: pb.SamplingOptions) -> SamplingParams:
+        """Checks the sampling options, those this version does not know included."""
+        unknown = UnknownFieldSet(options)
+        for i in range(len(unknown)):
+            self._add(
+                f"sampling.{unknown[i].field_number}",
+                "is an option this server does not know",
+                Reason.UNSUPPORTED_OPTION,
+            )
+        width = self._model.vocab_size
+        self._require(
+            all(token < width for token in options.stop_token_ids),
+            "sampling.stop_token_ids",
+            f"must each be below the vocabulary width {width}",
+            Reason.TOKEN_OUT_OF_RANGE,
+        )
+        try:
+            return _sampling_params(options)
+        except InvalidRequest as error:
+            for field, what in error.violations.items():
+                self._add(f"sampling.{field}", what)
+            return SamplingParams()
+
+    def tokenised(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
+        """Checks what text became: text of one character may be no token at all."""
+        self._require(bool(token_ids), field, "holds no token")
+        self._fits(len(token_ids), field)
+        return tuple(token_ids)
+
+    def _input(
+        self,
+        message: pb.ExtendRequest | pb.Continuation,
+        prefix: str,
+        name: str,
+        allow_special: bool,
+    ) -> TextInput | TokenInput:
+        match message.WhichOneof("input"):
+            case "text":
+                return self._text(message.text, f"{prefix}text", allow_special)
+            case "token_ids":
+                return self._tokens(message.token_ids, f"{prefix}token_ids")
+        self._add(name, "must be given as text or token_ids")
+        return TokenInput(())
+
+    def _text(self, text: str, field: str, allow_special: bool) -> TextInput:
+        self._require(bool(text), field, "must not be empty")
+        self._require("\0" not in text, field, "must not contain NUL")
+        return TextInput(text, allow_special)
+
+    def _tokens(self, message: pb.TokenIds, field: str) -> TokenInput:
+        width = self._model.vocab_size
+        self._require(bool(message.ids), field, "must not be empty")
+        if not self._fits(len(message.ids), field):
+            return TokenInput(())  # looking at ten million ids would take seconds
+        token_ids = tuple(message.ids)
+        largest = max(token_ids, default=0)
+        self._require(
+            largest < width,
+            field,
+            f"must each be below the vocabulary width {width}, got {largest}",
+            Reason.TOKEN_OUT_OF_RANGE,
+        )
+        return TokenInput(token_ids)
+
+    def _chat(self, chat: pb.ChatMessages) -> ChatInput:
+        self._require(
+            self._model.has_chat_template,
+            "messages",
+            "need a chat template, and the model has none",
+            Reason.UNSUPPORTED_OPTION,
+        )
+        self._require(
+            1 <= len(chat.messages) <= MAX_MESSAGES,
+            "messages",
+            f"takes 1 to {MAX_MESSAGES} turns, got {len(chat.messages)}",
+        )
+        for i, message in enumerate(chat.messages):
+            self._require(
+                message.role in ROLES,
+                f"messages[{i}].role",
+                f"must be one of {', '.join(ROLES)}",
+                Reason.UNSUPPORTED_OPTION,
+            )
+            self._require(
+                "\0" not in message.content, f"messages[{i}].content", "must not contain NUL"
+            )
+        has_option = chat.HasField("add_generation_prompt")
+        return ChatInput(
+            tuple(ChatMessage(message.role, message.content) for message in chat.messages),
+            chat.add_generation_prompt if has_option else True,
+        )
+
+    def _fits(self, num_tokens: int, field: str) -> bool:
+        most = self._model.max_length
+        self._require(
+            num_tokens <= most,
+            field,
+            f"holds {num_tokens} tokens, and the model's longest context is {most}",
+            Reason.CONTEXT_TOO_LONG,
+        )
+        return num_tokens <= most
+
+    def _require(
+        self, holds: bool, field: str, what: str, reason: Reason = Reason.INVALID_REQUEST
+    ) -> None:
+        if not holds:
+            self._add(field, what, reason)
+
+    def _add(self, field: str, what: str, reason: Reason = Reason.INVALID_REQUEST) -> None:
+        self._violations.setdefault(field, what)
+        self._reasons.add(reason)
+
+
+def _sampling_params(options: pb.SamplingOptions) -> SamplingParams:
+    """Takes each option that was given; the others keep their defaults."""
+    given = {field.name: value for field, value in options.ListFields() if field.has_presence}
+    return SamplingParams(
+        stop=tuple(options.stop),
+        stop_token_ids=tuple(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        logprobs=options.logprobs,
+        **given,
+    )

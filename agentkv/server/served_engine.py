@@ -1,0 +1,187 @@
+"""What the service needs of an engine, as protocols. It knows no implementation.
+
+`agentkv.engine.async_engine.AsyncEngine` is the one that serves; tests pass a small fake.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from agentkv.config import LimitsConfig
+from agentkv.core.context_store import ContextPage
+from agentkv.core.views import ContextView
+from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores, Update
+from agentkv.engine.tokenizer import ChatMessage
+from agentkv.sampling_params import SamplingParams
+
+
+class TokenizerLike(Protocol):
+    """Text to token ids. Called from threads other than the event loop's."""
+
+    def encode(self, text: str, *, allow_special: bool = False) -> Sequence[int]:
+        """Tokenises text as it stands."""
+        ...
+
+    def encode_prompt(self, text: str, *, allow_special: bool = False) -> Sequence[int]:
+        """Tokenises text that begins a context."""
+        ...
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> Sequence[int]:
+        """Renders a conversation with the model's template and tokenises it."""
+        ...
+
+
+class UpdateStream(Protocol):
+    """What one generation reports, one tuple per engine step."""
+
+    async def __aenter__(self) -> Self:
+        """Begins the stream."""
+        ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the stream like `close`."""
+        ...
+
+    def close(self) -> None:
+        """Cancels what still runs; at once, and as often as one likes."""
+        ...
+
+    def __aiter__(self) -> Self:
+        """Iterates over the steps."""
+        ...
+
+    async def __anext__(self) -> tuple[Update, ...]:
+        """Waits for the next step that has something to report."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """The engine as seen from the event loop. Every method may raise AgentKVError."""
+
+    @property
+    def limits(self) -> LimitsConfig:
+        """What one tenant or one call may ask for."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike:
+        """Text to token ids."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model."""
+        ...
+
+    async def start(self) -> None:
+        """Starts the engine's thread."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends every stream with SHUTTING_DOWN, and the engine's thread."""
+        ...
+
+    async def create(
+        self,
+        tenant: str,
+        token_ids: Sequence[int],
+        *,
+        labels: Mapping[str, str] = ...,
+        request_id: str | None = None,
+    ) -> Committed:
+        """Creates a context and computes its KV."""
+        ...
+
+    async def fork(
+        self,
+        tenant: str,
+        context_id: str,
+        *,
+        count: int = 1,
+        at: int | None = None,
+        labels: Mapping[str, str] = ...,
+        request_id: str | None = None,
+    ) -> tuple[ContextView, ...]:
+        """Makes `count` contexts that share every token below `at`."""
+        ...
+
+    async def extend(
+        self,
+        tenant: str,
+        context_id: str,
+        token_ids: Sequence[int],
+        *,
+        expected_length: int | None = None,
+        logprobs: bool = False,
+    ) -> Committed:
+        """Appends tokens and computes their KV."""
+        ...
+
+    def generate(
+        self,
+        tenant: str,
+        context_id: str,
+        params: SamplingParams,
+        *,
+        expected_length: int | None = None,
+    ) -> UpdateStream:
+        """Generates on a context."""
+        ...
+
+    def generate_branches(
+        self,
+        tenant: str,
+        context_id: str,
+        count: int,
+        params: SamplingParams,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] = ...,
+        request_id: str | None = None,
+    ) -> UpdateStream:
+        """Forks a context and generates on every branch."""
+        ...
+
+    async def score(
+        self, tenant: str, context_id: str, continuations: Sequence[Sequence[int]]
+    ) -> Scores:
+        """Computes log-probabilities of continuations."""
+        ...
+
+    async def truncate(
+        self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
+    ) -> ContextView:
+        """Drops every token at or beyond `length`."""
+        ...
+
+    async def release(
+        self,
+        tenant: str,
+        context_ids: Sequence[str],
+        *,
+        recursive: bool = False,
+        allow_missing: bool = False,
+    ) -> Released:
+        """Releases contexts, all or none."""
+        ...
+
+    async def get(self, tenant: str, context_id: str) -> ContextView:
+        """Describes one context."""
+        ...
+
+    async def list(
+        self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
+    ) -> ContextPage:
+        """Lists a tenant's contexts."""
+        ...
+
+    async def view(self) -> EngineView:
+        """Describes the engine."""
+        ...

@@ -1,0 +1,289 @@
+"""The servicer: checks, translates, calls the engine, translates back. It never decides.
+
+It raises AgentKVErrors as they come; `agentkv.server.interceptors` turns them into statuses. It
+knows no tree, no block and no scheduler.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, TypeVar
+
+from agentkv.config import ServerConfig
+from agentkv.engine.outputs import Finish, Update
+from agentkv.server import convert
+from agentkv.server.checks import ChatInput, Checks, TextInput, TokenInput
+from agentkv.server.served_engine import ServedEngine
+from agentkv.server.streams import relay
+from agentkv.server.tenant import Rpc, tenant_of
+from agentkv.v1 import agentkv_pb2 as pb
+from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+
+INLINE_CHARACTERS: Final = 2048
+"""Text up to here is tokenised on the event loop: a hop to a thread would take longer."""
+
+
+class ContextService(pb_grpc.ContextServiceServicer):
+    """Serves one engine.
+
+    The docstring of each method is the comment of its RPC in the contract.
+    """
+
+    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+
+    async def Create(self, request: pb.CreateRequest, rpc: Rpc) -> pb.CreateResponse:
+        """Creates a context from a prompt."""
+        checks = self._checks()
+        prompt = checks.prompt(request)
+        labels = checks.labels(request.labels)
+        request_id = checks.request_id(request.request_id)
+        checks.finish()
+        token_ids = await self._encode_prompt(prompt)
+        committed = await self._engine.create(
+            tenant_of(rpc), token_ids, labels=labels, request_id=request_id
+        )
+        return convert.created(committed)
+
+    async def Fork(self, request: pb.ForkRequest, rpc: Rpc) -> pb.ForkResponse:
+        """Makes branches of a context."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        count = checks.count(request)
+        labels = checks.labels(request.labels)
+        request_id = checks.request_id(request.request_id)
+        checks.finish()
+        # Both go to the engine at once: waiting for one before asking for the other would cost a
+        # second step of whatever else runs.
+        contexts, view = await asyncio.gather(
+            self._engine.fork(
+                tenant_of(rpc),
+                context_id,
+                count=count,
+                at=request.at if request.HasField("at") else None,
+                labels=labels,
+                request_id=request_id,
+            ),
+            self._engine.view(),
+        )
+        return pb.ForkResponse(
+            contexts=[convert.context(context) for context in contexts],
+            pool=convert.pool(view.pool),
+        )
+
+    async def Extend(self, request: pb.ExtendRequest, rpc: Rpc) -> pb.ExtendResponse:
+        """Appends tokens to a context."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        extension = checks.extension(request)
+        checks.finish()
+        (token_ids,) = await self._encode([extension], lambda i: "text")
+        committed = await self._engine.extend(
+            tenant_of(rpc),
+            context_id,
+            token_ids,
+            expected_length=_expected_length(request),
+            logprobs=request.logprobs,
+        )
+        return convert.extended(committed)
+
+    async def Generate(  # type: ignore[override]  # the stub knows no coroutine that writes
+        self, request: pb.GenerateRequest, rpc: Rpc
+    ) -> None:
+        """Generates on a context, one message per engine step."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        params = checks.sampling(request.sampling)
+        checks.finish()
+        stream = self._engine.generate(
+            tenant_of(rpc), context_id, params, expected_length=_expected_length(request)
+        )
+        failures: list[Finish] = []
+
+        def translate(step: tuple[Update, ...]) -> pb.GenerateResponse | None:
+            ended = [item for item in step if isinstance(item, Finish) and item.error is not None]
+            failures.extend(ended)
+            message = convert.generated([item for item in step if item not in ended])
+            return message if message.ListFields() else None
+
+        await relay(stream, rpc, translate, stall_timeout=self._config.stall_timeout)
+        for failure in failures:
+            assert failure.error is not None
+            raise failure.error
+
+    async def GenerateBranches(  # type: ignore[override]  # as Generate
+        self, request: pb.GenerateBranchesRequest, rpc: Rpc
+    ) -> None:
+        """Forks a context and generates on every branch, in one stream."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        count = checks.count(request)
+        params = checks.sampling(request.sampling)
+        labels = checks.labels(request.labels)
+        request_id = checks.request_id(request.request_id)
+        checks.finish()
+        stream = self._engine.generate_branches(
+            tenant_of(rpc),
+            context_id,
+            count,
+            params,
+            at=request.at if request.HasField("at") else None,
+            labels=labels,
+            request_id=request_id,
+        )
+        await relay(
+            stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout
+        )
+
+    async def Score(self, request: pb.ScoreRequest, rpc: Rpc) -> pb.ScoreResponse:
+        """Computes log-probabilities of continuations."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        continuations = checks.continuations(request)
+        checks.finish()
+        token_ids = await self._encode(continuations, lambda i: f"continuations[{i}].text")
+        scores = await self._engine.score(tenant_of(rpc), context_id, token_ids)
+        return pb.ScoreResponse(
+            scores=[convert.score(score) for score in scores.scores],
+            usage=convert.usage(scores.usage),
+        )
+
+    async def Truncate(self, request: pb.TruncateRequest, rpc: Rpc) -> pb.TruncateResponse:
+        """Drops the last tokens of a context."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        length = checks.length(request)
+        checks.finish()
+        context, view = await asyncio.gather(
+            self._engine.truncate(
+                tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
+            ),
+            self._engine.view(),
+        )
+        return pb.TruncateResponse(context=convert.context(context), pool=convert.pool(view.pool))
+
+    async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
+        """Releases contexts."""
+        checks = self._checks()
+        context_ids = checks.context_ids(request.context_ids)
+        checks.finish()
+        released = await self._engine.release(
+            tenant_of(rpc),
+            context_ids,
+            recursive=request.recursive,
+            allow_missing=request.allow_missing,
+        )
+        return pb.ReleaseResponse(
+            num_released=released.num_released,
+            blocks_freed=released.blocks_freed,
+            pool=convert.pool(released.pool),
+        )
+
+    async def Get(self, request: pb.GetRequest, rpc: Rpc) -> pb.GetResponse:
+        """Describes one context."""
+        checks = self._checks()
+        context_id = checks.context_id(request.context_id)
+        checks.finish()
+        context = await self._engine.get(tenant_of(rpc), context_id)
+        return pb.GetResponse(context=convert.context(context))
+
+    async def List(self, request: pb.ListRequest, rpc: Rpc) -> pb.ListResponse:
+        """Lists the caller's contexts, page by page."""
+        checks = self._checks()
+        has_root = request.HasField("root_id")
+        root_id = checks.context_id(request.root_id, "root_id") if has_root else None
+        page_size = checks.page_size(request)
+        page_token = checks.page_token(request.page_token)
+        checks.finish()
+        page = await self._engine.list(
+            tenant_of(rpc), root_id=root_id, page_size=page_size, page_token=page_token
+        )
+        return pb.ListResponse(
+            contexts=[convert.context(context) for context in page.contexts],
+            next_page_token=page.next_page_token,
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, rpc: Rpc
+    ) -> pb.GetServerInfoResponse:
+        """Describes the server."""
+        view = await self._engine.view()
+        return pb.GetServerInfoResponse(
+            server_version=_server_version(),
+            api_versions=[pb.DESCRIPTOR.package],
+            model=convert.model(self._engine.facts),
+            pool=convert.pool(view.pool),
+            limits=convert.limits(self._engine.limits, self._config),
+            sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
+            counters=convert.counters(view),
+        )
+
+    def _checks(self) -> Checks:
+        return Checks(self._engine.limits, self._engine.facts)
+
+    async def _encode_prompt(self, prompt: TextInput | ChatInput | TokenInput) -> tuple[int, ...]:
+        tokenizer = self._engine.tokenizer
+        match prompt:
+            case TokenInput():
+                return prompt.token_ids
+            case TextInput():
+                field, size = "text", len(prompt.text)
+                encoded = await _off_loop(
+                    size,
+                    lambda: tokenizer.encode_prompt(
+                        prompt.text, allow_special=prompt.allow_special
+                    ),
+                )
+            case ChatInput():
+                field, size = "messages", sum(len(item.content) for item in prompt.messages)
+                encoded = await _off_loop(
+                    size,
+                    lambda: tokenizer.encode_chat(
+                        prompt.messages, add_generation_prompt=prompt.add_generation_prompt
+                    ),
+                )
+        checks = self._checks()
+        token_ids = checks.tokenised(encoded, field)
+        checks.finish()
+        return token_ids
+
+    async def _encode(
+        self, inputs: Sequence[TextInput | TokenInput], field: Callable[[int], str]
+    ) -> list[tuple[int, ...]]:
+        """Tokenises what is text; `field` names the i-th input in a violation."""
+        encode = self._engine.tokenizer.encode
+        size = sum(len(item.text) for item in inputs if isinstance(item, TextInput))
+        encoded = await _off_loop(
+            size,
+            lambda: [
+                encode(item.text, allow_special=item.allow_special)
+                if isinstance(item, TextInput)
+                else item.token_ids
+                for item in inputs
+            ],
+        )
+        checks = self._checks()
+        token_ids = [checks.tokenised(ids, field(i)) for i, ids in enumerate(encoded)]
+        checks.finish()
+        return token_ids
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    """Runs work on text of `size` characters where it does not hold up other calls."""
+    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def _expected_length(
+    request: pb.ExtendRequest | pb.GenerateRequest | pb.TruncateRequest,
+) -> int | None:
+    return request.expected_length if request.HasField("expected_length") else None
+
+
+def _server_version() -> str:
+    try:
+        return version("agentkv-runtime")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"

@@ -1,0 +1,63 @@
+"""From one generation of the engine to one stream of the wire, at the reader's pace.
+
+It owns how long a reader may stall, and that a generation never outlives its stream. It knows
+nothing of what the messages say.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from google.protobuf.message import Message
+
+from agentkv.engine.outputs import Update
+from agentkv.errors import SlowReader
+from agentkv.server.served_engine import UpdateStream
+from agentkv.server.tenant import Rpc
+
+
+async def relay(
+    updates: UpdateStream,
+    rpc: Rpc,
+    translate: Callable[[tuple[Update, ...]], Message | None],
+    *,
+    stall_timeout: float,
+) -> None:
+    """Writes one message per engine step, and closes the generation however the stream ends.
+
+    At most one message is held here. gRPC itself lets a server run some megabytes ahead of a
+    reader; once it no longer does, a write waits.
+
+    Args:
+        updates: The generation; closed when this returns or raises.
+        rpc: The call to write to.
+        translate: Makes a step's message; None when the step has nothing for this stream.
+        stall_timeout: Seconds one write may wait for the reader.
+
+    Raises:
+        SlowReader: The reader stalled; the context is at its last committed token.
+        AgentKVError: The generation was refused or failed, after what it had committed was
+            written.
+    """
+    async with updates:
+        try:
+            async for step in updates:
+                message = translate(step)
+                if message is not None:
+                    await _write(rpc, message, stall_timeout)
+        finally:
+            # Before anything is awaited again: a failed write is followed by a CancelledError at
+            # the next await, even one in a `finally`.
+            updates.close()
+
+
+async def _write(rpc: Rpc, message: Message, stall_timeout: float) -> None:
+    try:
+        async with asyncio.timeout(stall_timeout) as scope:
+            await rpc.write(message)
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise SlowReader(
+            f"The stream was not read for {stall_timeout:g} s. Every branch is at its last "
+            "committed token: Get says where, and Generate goes on from there."
+        ) from None

@@ -1,0 +1,291 @@
+"""Tokens from logits: exact distributions, the same in any batch, failures alone."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agentkv.core.batch import Sample, Sampled, Stream
+from agentkv.model.sampler import Sampler, filtered_weights
+from agentkv.sampling_params import SamplingParams
+
+VOCAB_SIZE = 211
+SAMPLER = Sampler()
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 1.0} | options))
+
+
+def sample_of(options: SamplingParams, *, seed: int = 42, ordinal: int = 0, at: int = 20) -> Sample:
+    return Sample(row=0, head=None, params=options, stream=Stream(seed, ordinal), position=at)
+
+
+def random_logits(num_rows: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(num_rows, vocab_size, generator=generator)
+
+
+def tokens_of(sampled: Sequence[Sampled]) -> list[int]:
+    return [each.token for each in sampled]
+
+
+def branch_tokens(options: SamplingParams, ordinals: Sequence[int], *, seed: int) -> list[Any]:
+    """Sixteen tokens of each branch from one model: logits depend on the last token alone."""
+    table = random_logits(VOCAB_SIZE, seed=5)
+    branches: list[list[int]] = [[3] for _ in ordinals]
+    for step in range(16):
+        logits = table[[branch[-1] for branch in branches]]
+        samples = [sample_of(options, seed=seed, ordinal=o, at=20 + step) for o in ordinals]
+        for branch, sampled in zip(branches, SAMPLER.sample(logits, samples), strict=True):
+            branch.append(sampled.token)
+    return branches
+
+
+def test_case_061_branches_with_one_seed_differ_and_repeat() -> None:
+    """Catches one seed cloned to all branches, which then all say the same."""
+    first = branch_tokens(params(), range(4), seed=42)
+    assert len({tuple(branch) for branch in first}) == 4
+    assert branch_tokens(params(), range(4), seed=42) == first
+    alone = [branch_tokens(params(), [ordinal], seed=42)[0] for ordinal in range(4)]
+    assert alone == first
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        None,
+        sample_of(params(), seed=9),
+        sample_of(params(top_p=0.5, min_p=0.1, top_k=7), seed=9),
+        sample_of(params(temperature=0.0)),
+        sample_of(params(top_k=1)),
+        sample_of(params(logprobs=True), seed=10),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 9}, {"min_p": 0.05}])
+def test_case_062_a_seeded_row_is_the_same_beside_any_neighbour(
+    neighbour: Sample | None, options: dict[str, Any]
+) -> None:
+    """Catches a generator that the rows of a batch share."""
+    logits = random_logits(40)
+    mine = [sample_of(params(temperature=0.8, **options), at=at) for at in range(40)]
+    alone = [SAMPLER.sample(logits[at : at + 1], [mine[at]])[0] for at in range(40)]
+    if neighbour is None:
+        assert SAMPLER.sample(logits, mine) == alone
+        return
+    others = random_logits(40, seed=1)
+    mixed = torch.stack([others, logits], dim=1).flatten(0, 1)
+    samples = [each for at in range(40) for each in (neighbour, mine[at])]
+    assert SAMPLER.sample(mixed, samples)[1::2] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_are_bit_identical_in_batches_of_any_size(num_threads: int) -> None:
+    """Catches sums whose order depends on the batch or on the threads; a real vocabulary."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        logits = random_logits(12, vocab_size=49_152)
+        options = [params(logprobs=True), params(top_p=0.9, logprobs=True), params(top_k=40)]
+        samples = [sample_of(options[row % 3], ordinal=row) for row in range(12)]
+        together = SAMPLER.sample(logits, samples)
+        for size in (1, 5):
+            parts = [
+                SAMPLER.sample(logits[start : start + size], samples[start : start + size])
+                for start in range(0, 12, size)
+            ]
+            assert [each for part in parts for each in part] == together
+    finally:
+        torch.set_num_threads(before)
+
+
+PINNED = [
+    [3, 183, 128, 106, 176, 99, 47, 74, 18, 93, 208, 170, 11, 119, 3, 140, 143],
+    [3, 126, 11, 119, 8, 204, 171, 200, 56, 7, 2, 122, 172, 93, 173, 44, 71],
+]
+
+
+def test_case_064_a_seed_names_its_tokens_for_good() -> None:
+    """Catches a change of the generator, which would break every recorded replay."""
+    assert branch_tokens(params(), [0, 1], seed=42) == PINNED
+
+
+def test_case_064_branches_without_a_seed_differ() -> None:
+    """Catches unseeded siblings that share a fixed default: here the engine drew two seeds."""
+    one, other = (branch_tokens(params(), range(8), seed=seed) for seed in (101, 102))
+    assert len({tuple(branch) for branch in one + other}) == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"seed": 7}, {"top_p": 0.5}, {"top_k": 5}, {"min_p": 0.3}],
+)
+def test_case_067_temperature_zero_is_greedy(options: dict[str, Any]) -> None:
+    """Catches a temperature of 0 that draws, or divides."""
+    logits = random_logits(4)[:1].expand(4, -1)
+    samples = [sample_of(params(temperature=0.0, **options), ordinal=o) for o in range(4)]
+    assert tokens_of(SAMPLER.sample(logits, samples)) == [int(logits[0].argmax())] * 4
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 5e-324])
+def test_case_067_a_tiny_temperature_does_not_overflow(temperature: float) -> None:
+    """Catches a division that turns logits into inf, and inf - inf into NaN."""
+    logits = 1e4 * random_logits(8)
+    samples = [sample_of(params(temperature=temperature), ordinal=o) for o in range(8)]
+    assert tokens_of(SAMPLER.sample(logits, samples)) == logits.argmax(dim=-1).tolist()
+
+
+def test_case_067_greedy_rows_leave_their_neighbours_alone() -> None:
+    """Catches a batch that is treated as greedy, or as random, as a whole."""
+    logits = random_logits(2)
+    warm = sample_of(params())
+    cold = sample_of(params(temperature=0.0))
+    mixed = SAMPLER.sample(logits, [cold, warm])
+    assert mixed[0].token == int(logits[0].argmax())
+    assert mixed[1:] == SAMPLER.sample(logits[1:], [warm])
+
+
+def test_of_equal_logits_greedy_takes_the_lowest_id() -> None:
+    """Catches ties broken by how a kernel splits a row."""
+    logits = torch.zeros(3, 70_000)
+    logits[1, [61_000, 69_999, 5]] = 2.0
+    logits[2, 69_999] = 2.0
+    samples = [sample_of(params(temperature=0.0))] * 3
+    assert tokens_of(SAMPLER.sample(logits, samples)) == [0, 5, 69_999]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 2.5},
+    {"top_k": 12},
+    {"top_k": 10**6},
+    {"top_p": 0.7},
+    {"top_p": 1e-9},
+    {"min_p": 0.02},
+    {"min_p": 1.0},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", FILTERS)
+def test_the_filtered_distribution_is_that_of_transformers(options: dict[str, Any]) -> None:
+    """Catches filters in another order, or a boundary token more or less."""
+    chosen = params(**options)
+    logits = random_logits(50)
+    warpers: list[Any] = [TemperatureLogitsWarper(chosen.temperature)]
+    if chosen.top_k is not None:
+        warpers.append(TopKLogitsWarper(min(chosen.top_k, VOCAB_SIZE)))
+    if chosen.top_p is not None:
+        warpers.append(TopPLogitsWarper(chosen.top_p))
+    if chosen.min_p is not None:
+        warpers.append(MinPLogitsWarper(chosen.min_p))
+    no_ids: Any = None
+    expected = LogitsProcessorList(warpers)(no_ids, logits.double()).softmax(dim=-1)
+    scores = logits.double()
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / chosen.temperature
+    weights = filtered_weights(scores, [chosen] * 50).double()
+    assert not weights[expected == 0].any()  # what they drop we drop
+    assert weights[expected > 1e-12].all()  # and the reverse, down to our resolution
+    shares = weights / weights.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-12)
+
+
+def test_filters_of_one_row_leave_the_others_alone() -> None:
+    """Catches a filter applied to the wrong row of a mixed batch."""
+    mixed = [params(**options) for options in FILTERS]
+    logits = random_logits(len(mixed)).double()
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    together = filtered_weights(scores.clone(), mixed)
+    for row, chosen in enumerate(mixed):
+        assert torch.equal(together[row], filtered_weights(scores[[row]], [chosen])[0])
+
+
+def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
+    """Catches a set at the edge of top-p that depends on a sort's whim."""
+    weights = filtered_weights(torch.zeros(1, 8, dtype=torch.float64), [params(top_p=0.5)])
+    assert (weights[0] > 0).tolist() == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.7}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.05}]
+)
+def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    """Catches a biased inversion: chi-square of 20 000 draws, p > 1e-4."""
+    chosen = params(**options)
+    logits = random_logits(1, vocab_size=13)
+    scores = logits.double()
+    weights = filtered_weights((scores - scores.max()) / chosen.temperature, [chosen])[0]
+    expected = (20_000 * weights.double() / weights.sum()).numpy()
+    samples = [sample_of(chosen, ordinal=o % 100, at=o // 100) for o in range(20_000)]
+    drawn = tokens_of(SAMPLER.sample(logits.expand(20_000, -1), samples))
+    counts = np.bincount(drawn, minlength=13)
+    assert counts[expected == 0].sum() == 0
+    common = expected >= 5  # rarer ones are put together
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    keep = wanted > 0
+    statistic = ((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum()
+    assert statistic < 40.0  # 12 degrees of freedom at most: p = 7e-5
+
+
+@pytest.mark.parametrize("bad", [[math.nan], [math.inf], [-math.inf] * VOCAB_SIZE])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_fails_alone(bad: list[float], temperature: float) -> None:
+    """Catches a NaN that ends the batch, or a token drawn from it."""
+    logits = random_logits(3)
+    samples = [sample_of(params(temperature=temperature, top_p=0.9, logprobs=True))] * 3
+    expected = SAMPLER.sample(logits, samples)
+    logits[1, : len(bad)] = torch.tensor(bad)
+    found = SAMPLER.sample(logits, samples)
+    assert found[1] == Sampled(-1, None, failed=True)
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    """Catches -inf, a token that is ruled out, being treated as a failure or drawn."""
+    logits = torch.full((1, VOCAB_SIZE), -math.inf)
+    logits[0, 7] = -5.0
+    for options in (params(), params(top_k=3), params(top_p=0.99), params(temperature=0.0)):
+        assert SAMPLER.sample(logits, [sample_of(options)]) == [Sampled(7, None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype) -> None:
+    """Catches log-probabilities after temperature or filters, or in low precision."""
+    logits = random_logits(6).to(dtype)
+    options = [params(logprobs=True), params(temperature=0.0, logprobs=True),
+               params(temperature=0.2, top_k=2, logprobs=True), params()] * 2  # fmt: skip
+    found = SAMPLER.sample(logits, [sample_of(each) for each in options[:6]])
+    expected = logits.double().log_softmax(dim=-1)
+    for row, each in enumerate(found):
+        if options[row].logprobs:
+            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-12)
+        else:
+            assert each.logprob is None
+
+
+def test_token_logprobs_are_those_of_given_tokens() -> None:
+    """Catches Score and Generate disagreeing about one token's log-probability."""
+    logits = random_logits(5)
+    found = SAMPLER.sample(logits, [sample_of(params(logprobs=True))] * 5)
+    given = SAMPLER.token_logprobs(logits, tokens_of(found))
+    assert given == [each.logprob for each in found]
+    assert SAMPLER.token_logprobs(logits[:0], []) == []
+
+
+def test_nothing_to_sample_is_no_work() -> None:
+    """Catches an empty batch reaching a kernel."""
+    assert SAMPLER.sample(random_logits(0), []) == []
