@@ -53,9 +53,9 @@ protos: install ## Regenerate agentkv/v1 from the contract
 
 bench: install ## Run every benchmark; results go to benchmarks/results/*.json
 	@mkdir -p benchmarks/results
-	@for name in $(BENCHMARKS); do \
-		echo "== $$name"; \
-		$(TEST_ENV) $(BIN)/python benchmarks/$$name.py --json benchmarks/results/$$name.json; \
+	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
+		name=$$(basename $$file .py); echo "== $$name"; \
+		$(TEST_ENV) $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; \
 	done
 
 serve: install ## Serve the embedded model on port 50051
