@@ -196,7 +196,9 @@ class EngineMachine(RuleBasedStateMachine):
         for pending in self.pending:
             if doomed.intersection(pending.ids):
                 self._take_in(pending)
-        released = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        released, ended = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        running = {p.operation for p in self.pending if doomed.intersection(p.ids)}
+        assert set(ended) == running
         assert released.num_released == len(doomed)
         for context_id in doomed:
             self._forget(context_id)
