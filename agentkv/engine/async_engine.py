@@ -17,7 +17,14 @@ from agentkv.core.views import ContextView
 from agentkv.engine.engine import Engine
 from agentkv.engine.generation_stream import GenerationStream
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores
+from agentkv.engine.outputs import (
+    Committed,
+    ContextTokens,
+    EngineView,
+    ModelFacts,
+    Released,
+    Scores,
+)
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import AgentKVError, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
@@ -195,6 +202,17 @@ class AsyncEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         """Describes one context."""
         return await self._call(lambda: self._engine.get(tenant, context_id))
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        """Describes one context and reads its tokens; see `Engine.tokens`."""
+        return await self._call(
+            lambda: ContextTokens(
+                self._engine.get(tenant, context_id),
+                self._engine.tokens(tenant, context_id, start, limit=limit),
+            )
+        )
 
     async def list(
         self,

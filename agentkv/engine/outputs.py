@@ -64,6 +64,14 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextTokens:
+    """A context and tokens of it, as of one moment."""
+
+    context: ContextView
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ContinuationScore:
     """Log-probabilities of one continuation, natural logarithm, one per token."""
 

@@ -10,7 +10,15 @@ from typing import Protocol, Self
 from agentkv.config import LimitsConfig
 from agentkv.core.context_store import ContextPage
 from agentkv.core.views import ContextView
-from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores, Update
+from agentkv.engine.outputs import (
+    Committed,
+    ContextTokens,
+    EngineView,
+    ModelFacts,
+    Released,
+    Scores,
+    Update,
+)
 from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
 
@@ -173,6 +181,12 @@ class ServedEngine(Protocol):
 
     async def get(self, tenant: str, context_id: str) -> ContextView:
         """Describes one context."""
+        ...
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        """Describes one context and reads its tokens in [start, start + limit)."""
         ...
 
     async def list(

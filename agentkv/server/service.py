@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from agentkv.config import ServerConfig
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
-from agentkv.server.checks import ChatInput, Checks, TextInput, TokenInput
+from agentkv.server.checks import MAX_TOKENS_READ, ChatInput, Checks, TextInput, TokenInput
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
@@ -181,12 +181,17 @@ class ContextService(pb_grpc.ContextServiceServicer):
         )
 
     async def Get(self, request: pb.GetRequest, rpc: Rpc) -> pb.GetResponse:
-        """Describes one context."""
+        """Describes one context, and reads its tokens when asked."""
         checks = self._checks()
         context_id = checks.context_id(request.context_id)
         checks.finish()
-        context = await self._engine.get(tenant_of(rpc), context_id)
-        return pb.GetResponse(context=convert.context(context))
+        if not request.HasField("tokens_from"):
+            context = await self._engine.get(tenant_of(rpc), context_id)
+            return pb.GetResponse(context=convert.context(context))
+        read = await self._engine.tokens(
+            tenant_of(rpc), context_id, request.tokens_from, limit=MAX_TOKENS_READ
+        )
+        return pb.GetResponse(context=convert.context(read.context), token_ids=read.token_ids)
 
     async def List(self, request: pb.ListRequest, rpc: Rpc) -> pb.ListResponse:
         """Lists the caller's contexts, page by page."""

@@ -99,7 +99,9 @@ class ContextServiceStub:
     with `allow_missing` it is safe to repeat.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]
-    """Describes one context."""
+    """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+    there. Fails with POSITION_OUT_OF_RANGE.
+    """
     List: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
@@ -161,7 +163,9 @@ class ContextServiceAsyncStub(ContextServiceStub):
     with `allow_missing` it is safe to repeat.
     """
     Get: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]  # type: ignore[assignment]
-    """Describes one context."""
+    """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+    there. Fails with POSITION_OUT_OF_RANGE.
+    """
     List: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]  # type: ignore[assignment]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
@@ -274,7 +278,9 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agentkv_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agentkv_pb2.GetResponse, _abc.Awaitable[_agentkv_pb2.GetResponse]]:
-        """Describes one context."""
+        """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+        there. Fails with POSITION_OUT_OF_RANGE.
+        """
 
     @_abc_1.abstractmethod
     def List(

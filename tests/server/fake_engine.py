@@ -17,6 +17,7 @@ from agentkv.engine.outputs import (
     Branches,
     Chunk,
     Committed,
+    ContextTokens,
     ContinuationScore,
     EngineView,
     Finish,
@@ -305,6 +306,15 @@ class FakeEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         await self._begin("get")
         return self._find(context_id).view()
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        await self._begin("tokens")
+        context = self._find(context_id)
+        self._check_position(context, start)
+        end = len(context.tokens) if limit is None else start + limit
+        return ContextTokens(context.view(), tuple(context.tokens[start:end]))
 
     async def list(
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
