@@ -21,9 +21,11 @@ from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
     EngineView,
+    Forked,
     ModelFacts,
     Released,
     Scores,
+    Truncated,
 )
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import AgentKVError, Reason, Unavailable
@@ -110,11 +112,14 @@ class AsyncEngine:
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         """Makes contexts that share this one's tokens; see `Engine.fork`."""
         return await self._call(
-            lambda: self._engine.fork(
-                tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+            lambda: Forked(
+                self._engine.fork(
+                    tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+                ),
+                self._engine.pool_view(),
             )
         )
 
@@ -178,11 +183,12 @@ class AsyncEngine:
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         """Takes a context back to its first tokens; see `Engine.truncate`."""
         return await self._call(
-            lambda: self._engine.truncate(
-                tenant, context_id, length, expected_length=expected_length
+            lambda: Truncated(
+                self._engine.truncate(tenant, context_id, length, expected_length=expected_length),
+                self._engine.pool_view(),
             )
         )
 

@@ -14,9 +14,11 @@ from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
     EngineView,
+    Forked,
     ModelFacts,
     Released,
     Scores,
+    Truncated,
     Update,
 )
 from agentkv.engine.tokenizer import ChatMessage
@@ -116,7 +118,7 @@ class ServedEngine(Protocol):
         at: int | None = None,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         """Makes `count` contexts that share every token below `at`."""
         ...
 
@@ -164,7 +166,7 @@ class ServedEngine(Protocol):
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         """Drops every token at or beyond `length`."""
         ...
 

@@ -56,22 +56,17 @@ class ContextService(pb_grpc.ContextServiceServicer):
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
-        # Both go to the engine at once: waiting for one before asking for the other would cost a
-        # second step of whatever else runs.
-        contexts, view = await asyncio.gather(
-            self._engine.fork(
-                tenant_of(rpc),
-                context_id,
-                count=count,
-                at=request.at if request.HasField("at") else None,
-                labels=labels,
-                request_id=request_id,
-            ),
-            self._engine.view(),
+        forked = await self._engine.fork(
+            tenant_of(rpc),
+            context_id,
+            count=count,
+            at=request.at if request.HasField("at") else None,
+            labels=labels,
+            request_id=request_id,
         )
         return pb.ForkResponse(
-            contexts=[convert.context(context) for context in contexts],
-            pool=convert.pool(view.pool),
+            contexts=[convert.context(context) for context in forked.contexts],
+            pool=convert.pool(forked.pool),
         )
 
     async def Extend(self, request: pb.ExtendRequest, rpc: Rpc) -> pb.ExtendResponse:
@@ -155,13 +150,12 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         length = checks.length(request)
         checks.finish()
-        context, view = await asyncio.gather(
-            self._engine.truncate(
-                tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
-            ),
-            self._engine.view(),
+        truncated = await self._engine.truncate(
+            tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
         )
-        return pb.TruncateResponse(context=convert.context(context), pool=convert.pool(view.pool))
+        return pb.TruncateResponse(
+            context=convert.context(truncated.context), pool=convert.pool(truncated.pool)
+        )
 
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""

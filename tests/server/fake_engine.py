@@ -21,9 +21,11 @@ from agentkv.engine.outputs import (
     ContinuationScore,
     EngineView,
     Finish,
+    Forked,
     ModelFacts,
     Released,
     Scores,
+    Truncated,
     Update,
 )
 from agentkv.engine.tokenizer import ChatMessage
@@ -207,9 +209,10 @@ class FakeEngine:
         at: int | None = None,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         await self._begin("fork")
-        return tuple(branch.view() for branch in self._fork(context_id, count, at, labels))
+        branches = self._fork(context_id, count, at, labels)
+        return Forked(tuple(branch.view() for branch in branches), POOL)
 
     async def extend(
         self,
@@ -280,12 +283,12 @@ class FakeEngine:
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         await self._begin("truncate")
         context = self._find(context_id, expected_length)
         self._check_position(context, length)
         del context.tokens[length:]
-        return context.view()
+        return Truncated(context.view(), POOL)
 
     async def release(
         self,

@@ -84,3 +84,24 @@ def test_long_contexts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
             assert list(chain(*parts)) == list(range(20))
 
     run(scenario())
+
+
+def test_numbers_of_the_pool_are_those_of_the_answer() -> None:
+    """Catches a pool read before the truncate it is to describe, or after a later change."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            root = await created(served, *range(100))
+            (branch,) = (await served.stub.Fork(pb.ForkRequest(context_id=root))).contexts
+            ids = pb.TokenIds(ids=range(100))
+            await served.stub.Extend(pb.ExtendRequest(context_id=branch.id, token_ids=ids))
+            for length in range(199, 95, -1):
+                request = pb.TruncateRequest(context_id=branch.id, length=length)
+                answer = await served.stub.Truncate(request)
+                assert answer.context.length == length
+                # The root's 7 blocks, and the branch's own: it copied the root's last one.
+                assert answer.pool.live_blocks == 7 + -(-length // 16) - 6
+            forked = await served.stub.Fork(pb.ForkRequest(context_id=root, count=9))
+            assert forked.pool == answer.pool
+
+    run(scenario())
