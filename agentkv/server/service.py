@@ -4,25 +4,18 @@ It raises AgentKVErrors as they come; `agentkv.server.interceptors` turns them i
 knows no tree, no block and no scheduler.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, TypeVar
 
 from agentkv.config import ServerConfig
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
-from agentkv.server.checks import MAX_TOKENS_READ, ChatInput, Checks, TextInput, TokenInput
+from agentkv.server.checks import MAX_TOKENS_READ, Checks
+from agentkv.server.encoding import encode_inputs, encode_prompt
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
 from agentkv.v1 import agentkv_pb2 as pb
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
-
-T = TypeVar("T")
-
-INLINE_CHARACTERS: Final = 2048
-"""Text up to here is tokenised on the event loop: a hop to a thread would take longer."""
 
 
 class ContextService(pb_grpc.ContextServiceServicer):
@@ -42,7 +35,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
-        token_ids = await self._encode_prompt(prompt)
+        token_ids = await encode_prompt(self._engine.tokenizer, prompt, checks)
         committed = await self._engine.create(
             tenant_of(rpc), token_ids, labels=labels, request_id=request_id
         )
@@ -75,7 +68,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
-        (token_ids,) = await self._encode([extension], lambda i: "text")
+        (token_ids,) = await encode_inputs(
+            self._engine.tokenizer, [extension], lambda i: "text", checks
+        )
         committed = await self._engine.extend(
             tenant_of(rpc),
             context_id,
@@ -137,7 +132,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         continuations = checks.continuations(request)
         checks.finish()
-        token_ids = await self._encode(continuations, lambda i: f"continuations[{i}].text")
+        token_ids = await encode_inputs(
+            self._engine.tokenizer, continuations, lambda i: f"continuations[{i}].text", checks
+        )
         scores = await self._engine.score(tenant_of(rpc), context_id, token_ids)
         return pb.ScoreResponse(
             scores=[convert.score(score) for score in scores.scores],
@@ -220,57 +217,6 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     def _checks(self) -> Checks:
         return Checks(self._engine.limits, self._engine.facts)
-
-    async def _encode_prompt(self, prompt: TextInput | ChatInput | TokenInput) -> tuple[int, ...]:
-        tokenizer = self._engine.tokenizer
-        match prompt:
-            case TokenInput():
-                return prompt.token_ids
-            case TextInput():
-                field, size = "text", len(prompt.text)
-                encoded = await _off_loop(
-                    size,
-                    lambda: tokenizer.encode_prompt(
-                        prompt.text, allow_special=prompt.allow_special
-                    ),
-                )
-            case ChatInput():
-                field, size = "messages", sum(len(item.content) for item in prompt.messages)
-                encoded = await _off_loop(
-                    size,
-                    lambda: tokenizer.encode_chat(
-                        prompt.messages, add_generation_prompt=prompt.add_generation_prompt
-                    ),
-                )
-        checks = self._checks()
-        token_ids = checks.tokenised(encoded, field)
-        checks.finish()
-        return token_ids
-
-    async def _encode(
-        self, inputs: Sequence[TextInput | TokenInput], field: Callable[[int], str]
-    ) -> list[tuple[int, ...]]:
-        """Tokenises what is text; `field` names the i-th input in a violation."""
-        encode = self._engine.tokenizer.encode
-        size = sum(len(item.text) for item in inputs if isinstance(item, TextInput))
-        encoded = await _off_loop(
-            size,
-            lambda: [
-                encode(item.text, allow_special=item.allow_special)
-                if isinstance(item, TextInput)
-                else item.token_ids
-                for item in inputs
-            ],
-        )
-        checks = self._checks()
-        token_ids = [checks.tokenised(ids, field(i)) for i, ids in enumerate(encoded)]
-        checks.finish()
-        return token_ids
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Runs work on text of `size` characters where it does not hold up other calls."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _expected_length(

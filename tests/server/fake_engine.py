@@ -49,9 +49,11 @@ FACTS = ModelFacts(
 
 
 class FakeTokenizer:
-    """One token per byte; 256 begins a prompt, 257 is `<special>`."""
+    """One token per byte; 256 begins a prompt, 257 is `<special>`; `<control>` is refused."""
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        if "<control>" in text:
+            raise InvalidRequest("No.", violations={"text": "spells a control token"})
         if not allow_special:
             return list(text.encode())
         parts = text.split("<special>")
