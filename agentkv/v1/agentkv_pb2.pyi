@@ -12,9 +12,9 @@ Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) 
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
 that gRPC itself raises (CANCELLED, DEADLINE_EXCEEDED, message too large) carry no reason.
 Any call may answer, beside what it names itself: INVALID_REQUEST for fields out of range,
-CONTEXT_NOT_FOUND for a handle that is unknown, released or another tenant's (the same answer),
-SERVER_RESTARTED for a handle of an earlier life of the server, SHUTTING_DOWN or ENGINE_STALLED
-when it may succeed later, and INTERNAL_ERROR with a log id.
+CONTEXT_NOT_FOUND for a handle that is unknown, released, another tenant's or of an earlier life
+of the server (the same answer), SHUTTING_DOWN or ENGINE_STALLED when it may succeed later, and
+INTERNAL_ERROR with a log id.
 
 Ranges are half-open. Lengths and positions count tokens. Numeric options have presence: an
 option that is not set takes the default its comment names.
