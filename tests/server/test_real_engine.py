@@ -1,6 +1,7 @@
 """What only a real engine behind the wire can show: tokens and numbers that belong together."""
 
 from itertools import chain
+from typing import Any
 
 import pytest
 from server.harness import failure_of, run
@@ -103,5 +104,49 @@ def test_numbers_of_the_pool_are_those_of_the_answer() -> None:
                 assert answer.pool.live_blocks == 7 + -(-length // 16) - 6
             forked = await served.stub.Fork(pb.ForkRequest(context_id=root, count=9))
             assert forked.pool == answer.pool
+
+    run(scenario())
+
+
+ODD_HANDLES = [
+    "x",
+    "c" * 129,
+    "0" * 8 + "." + "A" * 22,
+    "c" * (8 << 20),
+    "\0",
+    "../../etc/passwd",
+    "a\nb",
+    "\N{GRINNING FACE}" * 64,
+    "\ufeff",
+]
+
+
+ONE_TOKEN = pb.TokenIds(ids=[1])
+OTHER_FIELDS: dict[str, dict[str, Any]] = {
+    "Fork": {},
+    "Extend": {"token_ids": ONE_TOKEN},
+    "Generate": {},
+    "GenerateBranches": {},
+    "Score": {"continuations": [pb.Continuation(token_ids=ONE_TOKEN)]},
+    "Truncate": {"length": 0},
+    "Get": {},
+}
+
+
+@pytest.mark.parametrize("method", OTHER_FIELDS)
+def test_a_handle_that_no_server_gave_names_nothing(method: str) -> None:
+    """Catches a handle that is parsed, a second kind of answer, or a text that comes back."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            root = await created(served, 1, 2, 3)
+            await served.stub.Release(pb.ReleaseRequest(context_ids=[root]))
+            answers = set()
+            for handle in (*ODD_HANDLES, root):
+                request = getattr(pb, f"{method}Request")(context_id=handle, **OTHER_FIELDS[method])
+                error = await failure_of(getattr(served.stub, method)(request))
+                answers.add((error.reason, error.message, *error.metadata, *error.violations))
+            ((reason, *_),) = answers
+            assert reason is Reason.CONTEXT_NOT_FOUND
 
     run(scenario())
