@@ -15,10 +15,9 @@ from agentkv.core.segment import Hold, Segment
 
 
 class SegmentWrite(NamedTuple):
-    """KV to be written for the tokens [num_computed, upto) of one segment."""
+    """What writing KV for the next tokens of one segment takes."""
 
     segment: Segment
-    upto: int
     num_blocks: int
     """Blocks to take, the one for a copy included."""
     is_copy: bool
@@ -41,29 +40,36 @@ def settle(tree: ContextTree, tail: Segment) -> None:
     """Lets each segment of a path that lacks KV stand on blocks of its own where that is free.
 
     Tokens and sharing stay the same. To be called before `plan_writes`, and before asking what
-    the path lacks: a few tokens may count as missing afterwards.
+    the path lacks.
     """
+    computed = tree.num_computed(tail)
     node = tail
     while node.parent is not None and not node.is_computed:
         _make_last_holder(tree, node)
-        if node.start % tree.block_size and not node.parent.is_computed:
-            # The block above has nothing to copy yet: compute those few tokens twice, each
-            # branch in its own block, rather than wait a step for a copy.
-            tree.rehang(node, node.start - node.start % tree.block_size)
+        boundary = node.start - node.start % tree.block_size
+        if computed <= boundary < node.start:
+            # The block above has nothing to copy yet: this branch computes those few tokens in a
+            # block of its own rather than wait until another one can be copied.
+            tree.rehang(node, boundary)
         node = node.parent
 
 
 def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
     """Plans KV for the tokens of a settled path that have none yet, up to a position."""
-    writes = []
-    for segment in tree.path(tail):
-        if segment.is_computed or segment.start >= upto:
-            continue
-        position, end = segment.num_computed, min(upto, segment.end)
-        is_copy = not _is_writable(tree, segment)
-        num_blocks = -(-end // tree.block_size) - (-(-position // tree.block_size)) + is_copy
-        writes.append(SegmentWrite(segment, end, num_blocks, is_copy))
-    return BlockWrites(tuple(writes))
+    computed, size = tree.num_computed(tail), tree.block_size
+    writes: list[SegmentWrite] = []
+    node = tail
+    while node.parent is not None and not node.is_computed:
+        if node.start < upto:
+            end, is_copy = min(upto, node.end), not _is_writable(tree, node)
+            # A copy takes over all that is computed in the block, so what else its old parent
+            # lacks is not needed any more.
+            num_held = computed // size if is_copy else -(-node.num_computed // size)
+            writes.append(SegmentWrite(node, -(-end // size) - num_held, is_copy))
+            if is_copy:
+                break
+        node = node.parent
+    return BlockWrites(tuple(reversed(writes)))
 
 
 def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
@@ -129,12 +135,15 @@ def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
 
 def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> BlockCopy:
     """Moves a segment from a shared, partly filled block to a copy of it."""
-    parent, position = segment.parent, segment.num_computed
-    assert parent is not None and parent.is_computed
-    boundary = position - position % tree.block_size
-    source = parent.blocks[-1]
+    computed = tree.num_computed(segment)
+    boundary = computed - computed % tree.block_size
+    holder = segment
+    while not holder.blocks:
+        assert holder.parent is not None
+        holder = holder.parent
+    source = holder.blocks[-1]
     tree.strip(segment, segment.start)
     tree.rehang(segment, boundary)
     tree.residency.grow(segment, block_ids)
-    tree.residency.set_computed(segment, position)
-    return BlockCopy(source, block_ids[0], position - boundary)
+    tree.residency.set_computed(segment, computed)
+    return BlockCopy(source, block_ids[0], computed - boundary)
