@@ -39,6 +39,7 @@ class OneLineErrors(TyperGroup):
 
 
 app = typer.Typer(
+    name="agentkv",
     cls=OneLineErrors,
     no_args_is_help=True,
     add_completion=False,

@@ -1,5 +1,6 @@
 """How the contexts of a server are drawn. It knows values of the SDK and no connection."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,11 @@ from agentkv.client.values import ContextInfo, PoolInfo, Residency
 
 SHORT = 6
 """Characters of a handle that are shown: its end, since all handles of a server begin alike."""
+MAX_DEPTH = 20
+"""Forks below a root that are drawn: further down no room is left on the line."""
+
+Branches = Mapping[str | None, Sequence[ContextInfo]]
+"""Contexts by what they were forked from."""
 
 
 def draw(address: str, server: ServerInfo, contexts: Sequence[ContextInfo]) -> RenderableType:
@@ -19,13 +25,25 @@ def draw(address: str, server: ServerInfo, contexts: Sequence[ContextInfo]) -> R
     Args:
         address: Where the server is.
         server: Its own description.
-        contexts: Every context, parents before their branches.
+        contexts: Every context, in any order: other clients fork and release while it is listed.
     """
     title = Text.assemble((address, "bold"), f"  {server.model.name} {server.model.dtype}")
     top = Tree(title, guide_style="dim")
-    nodes: dict[str, Tree] = {}
-    for context in contexts:
-        nodes[context.id] = _parent_node(top, nodes, context).add(_line(context))
+    branches: defaultdict[str | None, list[ContextInfo]] = defaultdict(list)
+    for context in sorted(contexts, key=lambda context: context.create_time):
+        branches[context.parent_id].append(context)
+    known = {None, *(context.id for context in contexts)}
+    waiting = [(top, branches[None], 0)]
+    for parent_id in [id for id in branches if id not in known]:
+        # Its branches still belong together.
+        released = Text(f"{_short(parent_id or '')} released", style="dim strike")
+        waiting.append((top.add(released), branches[parent_id], 1))
+    while waiting:  # a loop, for trees may be deeper than the interpreter's stack
+        node, below, depth = waiting.pop()
+        if below and depth == MAX_DEPTH:
+            node.add(Text(f"… {_count(below, branches):,} more below", style="dim"))
+            continue
+        waiting.extend((node.add(_line(child)), branches[child.id], depth + 1) for child in below)
     if not contexts:
         top.add(Text("no contexts", style="dim"))
     return Group(top, _totals(contexts, server.pool))
@@ -37,13 +55,13 @@ def sharing_ratio(contexts: Sequence[ContextInfo], pool: PoolInfo) -> float:
     return logical / pool.live_blocks if pool.live_blocks else 1.0
 
 
-def _parent_node(top: Tree, nodes: dict[str, Tree], context: ContextInfo) -> Tree:
-    if context.parent_id is None:
-        return top
-    if context.parent_id not in nodes:  # released: its branches still belong together
-        released = Text(f"{_short(context.parent_id)} released", style="dim strike")
-        nodes[context.parent_id] = top.add(released)
-    return nodes[context.parent_id]
+def _count(contexts: Sequence[ContextInfo], branches: Branches) -> int:
+    """Counts these and everything below them."""
+    count, waiting = 0, list(contexts)
+    while waiting:
+        count += 1
+        waiting.extend(branches[waiting.pop().id])
+    return count
 
 
 def _line(context: ContextInfo) -> Text:
