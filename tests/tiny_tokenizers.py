@@ -18,7 +18,16 @@ ORDINARY = ("<think>", "</think>")
 """Added tokens that are markers without the flag."""
 SPACES = "        "
 """An added token that is mere text."""
-MERGES = (("t", "h"), ("th", "e"), ("Ġ", "s"), ("Ġs", "t"), ("o", "k"), ("!", "?"), ("!?", "!"))
+MERGES = (
+    ("t", "h"),
+    ("th", "e"),
+    ("Ġ", "s"),
+    ("Ġs", "t"),
+    ("o", "k"),
+    ("!", "?"),
+    ("!?", "!"),
+    ("Ġ", "ð"),
+)
 
 
 def build_tiny_tokenizer(
@@ -28,6 +37,8 @@ def build_tiny_tokenizer(
     merges: Sequence[tuple[str, str]] = MERGES,
 ) -> PreTrainedTokenizerFast:
     """Builds the tokenizer; the same ids every time.
+
+    The last merge is a space with the first byte of an emoji, which every real one has too.
 
     Args:
         chat_template: Jinja source; None for a model without one.

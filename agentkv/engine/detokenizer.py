@@ -44,6 +44,7 @@ class Detokenizer:
 
     Invariants: no released text is part of a stop; what is held back is a beginning of some
     stop, or empty; the pieces joined, with the flushed rest, are the decoded text up to the stop.
+    A whole character that shares a token with half of the next one waits for the other half.
     """
 
     def __init__(

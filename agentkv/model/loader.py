@@ -113,7 +113,7 @@ def resolve(name: str, report: Report = _silent) -> Path:
             return hub.fetch_snapshot(alias.hub_id, report)
         return _convert(package_file, report)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not hub.has_weights(path):
             raise InvalidRequest(f"{path} lacks a config.json, or some of its safetensors.")
         return path
@@ -195,11 +195,12 @@ def _load_weights(
         dtype=dtype,
         trust_remote_code=False,
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # reported below, by name
         output_loading_info=True,
     )
     model, info = loaded
     # transformers fills what is missing with random numbers and goes on.
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    absent = [*sorted(info["missing_keys"]), *sorted(key[0] for key in info["mismatched_keys"])]
     if absent:
         raise InvalidRequest(
             f"The safetensors in {folder} do not fit the model: {', '.join(absent[:5])}."

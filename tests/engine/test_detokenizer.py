@@ -165,6 +165,17 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
     assert detokenizer.flush() == ""
 
 
+def test_a_space_that_shares_a_token_with_half_a_character_is_kept() -> None:
+    """Catches a space lost at the end, and one that is sent twice when the character comes."""
+    shared, *rest = TOKENIZER.encode(" 😀")
+    assert len(rest) == 3
+    detokenizer = Detokenizer(TOKENIZER, bytes_of("ok"))
+    assert detokenizer.push(shared) == TextDelta("")
+    assert detokenizer.fork().flush() == " "
+    assert text_of(push_all(detokenizer, rest)) == " 😀"
+    assert detokenizer.flush() == ""
+
+
 def test_control_tokens_give_no_text() -> None:
     """Catches the end-of-turn marker being streamed as text, and ids beyond the tokenizer."""
     detokenizer = Detokenizer(TOKENIZER, [], ["zz"])

@@ -90,6 +90,7 @@ def test_case_062_a_seeded_row_is_the_same_beside_any_neighbour(
     assert SAMPLER.sample(mixed, samples)[1::2] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_rows_are_bit_identical_in_batches_of_any_size(num_threads: int) -> None:
     """Catches sums whose order depends on the batch or on the threads; a real vocabulary."""

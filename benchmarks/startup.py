@@ -1,0 +1,84 @@
+"""How long a start takes: the first one, which converts, and later ones against a bare script.
+
+    python -m benchmarks.startup [--json FILE] [--runs N]
+
+A bare script imports torch and transformers and loads the same folder. Each run is a process of
+its own; the two kinds alternate, so that a busy machine disturbs both alike.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentkv.model.catalog import list_models
+from benchmarks.report import Report, Result, Target
+
+MODEL = "smollm2"
+FIRST_START_SECONDS = 40.0
+LATER_START_RATIO = 1.3
+
+OURS = f"from agentkv.model.loader import load_model; load_model({MODEL!r})"
+BARE = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1])
+AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+"""
+
+
+def main() -> None:
+    """Measures, prints one table and writes the JSON file if one is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--runs", type=int, default=7, help="later starts of each kind")
+    options = parser.parse_args()
+    report = measure(options.runs)
+    report.print()
+    if options.json is not None:
+        report.write(options.json)
+
+
+def measure(num_runs: int) -> Report:
+    """Runs one first start, and `num_runs` later ones of each kind after one to warm up."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
+        first = _seconds(OURS, environment)
+        root = Path(cache) / "agentkv" / "models"
+        (folder,) = (str(entry.path) for entry in list_models(root) if entry.alias.name == MODEL)
+        ours, bare = [], []
+        for number in range(num_runs + 1):
+            pair = _seconds(OURS, environment), _seconds(BARE, environment, folder)
+            if number > 0:
+                ours.append(pair[0])
+                bare.append(pair[1])
+    ratio = statistics.median(ours) / statistics.median(bare)
+    return Report(
+        name="startup",
+        results=(
+            Result.of("first start", "agentkv", "process time", "s", [first]),
+            Result.of("later start", "agentkv", "process time", "s", ours),
+            Result.of("later start", "bare transformers", "process time", "s", bare),
+        ),
+        targets=(
+            Target.at_most("first start, conversion included, s", first, FIRST_START_SECONDS),
+            Target.at_most("later start over bare script", ratio, LATER_START_RATIO),
+        ),
+    )
+
+
+def _seconds(script: str, environment: Mapping[str, str], *arguments: str) -> float:
+    """Runs a script in a new process and returns how long the process took."""
+    command = [sys.executable, "-c", script, *arguments]
+    start = time.perf_counter()
+    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
