@@ -99,7 +99,7 @@ _HOMES = {
     ),
     "agentkv.sampling_params": ("SamplingParams",),
 }
-"""Where each public name lives. mypy compares `__all__` with the imports above, a test with this."""
+"""Where each public name lives. mypy compares `__all__` with the imports, a test with this."""
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
