@@ -1,0 +1,1 @@
+"""Tensors, no policy: weights, KV, one forward pass, sampling."""
