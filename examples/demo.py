@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 EXAMPLES = ("parallel_sampling", "tree_of_thought", "tool_plan")
 START_SECONDS = 300.0
@@ -48,11 +47,16 @@ def serving(model: str) -> Iterator[str]:
     with subprocess.Popen(
         [command, "serve", "--model", model, "--port", "0"], stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdout is not None
+        # A pipe that nobody reads would block the server when full.
+        rest = threading.Thread(target=shutil.copyfileobj, args=(server.stdout, sys.stdout))
         try:
-            yield wait_until_ready(server)
+            address = wait_until_ready(server)
+            rest.start()
+            yield address
         finally:
             stop(server)
+            if rest.ident is not None:
+                rest.join()
     if server.returncode != 0:
         raise RuntimeError(f"the server ended with {server.returncode}.")
 
@@ -70,16 +74,10 @@ def wait_until_ready(server: "subprocess.Popen[str]") -> str:
         for line in server.stdout:
             print(line, end="", flush=True)
             if found := READY.match(line):
-                forward(server.stdout)
                 return found[1]
     finally:
         watchdog.cancel()
     raise RuntimeError("the server ended before it was ready.")
-
-
-def forward(output: IO[str]) -> None:
-    """Passes on what else the server says: a pipe that nobody reads would block it when full."""
-    threading.Thread(target=shutil.copyfileobj, args=(output, sys.stdout), daemon=True).start()
 
 
 def stop(server: "subprocess.Popen[str]") -> None:
