@@ -174,7 +174,7 @@ def test_fifty_cancelled_streams_make_room_for_fifty_others() -> None:
                 assert await call.read() is grpc.aio.EOF
             await served.server._open_calls.wait_none()
             del call, calls
-            assert len(asyncio.all_tasks()) == num_tasks
+            assert len(asyncio.all_tasks()) <= num_tasks
 
     run(scenario())
 
