@@ -114,7 +114,7 @@ class Bench:
 
     def release(self, *context_ids: str, recursive: bool = False) -> Released:
         """Releases."""
-        released = self.engine.release(TENANT, context_ids, recursive=recursive)
+        released, _ = self.engine.release(TENANT, context_ids, recursive=recursive)
         self.audit()
         return released
 

@@ -92,7 +92,8 @@ class FakeModelRunner:
     """Computes steps on simulated KV.
 
     Raises `ContractBroken` when a row does not find every position below and at its own exactly
-    once, with the KV of its own path; when a block is written that others count on.
+    once, with the KV of its own path; when a block is written that others count on; when copies
+    could not be done in any order.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -148,8 +149,10 @@ class FakeModelRunner:
             self.slots[first : first + self.block_size] = [None] * self.block_size
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        sources = {copy.src_block_id for copy in copies}
         targets = [copy.dst_block_id for copy in copies]
         _require(len(set(targets)) == len(targets), "two copies into one block")
+        _require(sources.isdisjoint(targets), "a block is source and target of copies at once")
         for src, dst, num_tokens in copies:
             self._require_writable(dst)
             first, target = src * self.block_size, dst * self.block_size

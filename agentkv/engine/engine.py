@@ -304,6 +304,17 @@ class Engine:
         """
         return self._store.view(self._store.get(tenant, context_id))
 
+    def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> tuple[int, ...]:
+        """Reads the committed tokens of a context in [start, start + limit); default: all.
+
+        Raises:
+            NotFound: The handle is unknown.
+            InvalidRequest: The context is shorter than `start`.
+        """
+        return self._store.tokens(self._store.get(tenant, context_id), start, limit)
+
     def list(
         self,
         tenant: str,

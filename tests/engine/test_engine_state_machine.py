@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from agentkv.config import LimitsConfig
-from agentkv.core.request import Request
+from agentkv.core.request import Request, RequestStatus
 from agentkv.core.views import ContextView
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import Branches, Chunk, Finish
@@ -193,10 +193,9 @@ class EngineMachine(RuleBasedStateMachine):
         doomed = set(ids)
         while recursive and (more := {c for c, p in self.parents.items() if p in doomed} - doomed):
             doomed |= more
-        for pending in self.pending:
-            if doomed.intersection(pending.ids):
-                self._take_in(pending)
-        released = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        ended = {p.operation for p in self.pending if doomed & _running(p)}
+        released, reported = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        assert set(reported) == ended
         assert released.num_released == len(doomed)
         for context_id in doomed:
             self._forget(context_id)
@@ -250,11 +249,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.take_in_all()
         self.bench.audit()
         assert {view.id for view in self._views()} == set(self.model)
+        busy = {context_id for pending in self.pending for context_id in _running(pending)}
         for context_id, tokens in self.model.items():
             assert self.bench.tokens(context_id) == tokens
             view = self.bench.view(context_id)
             assert view.length == len(tokens)
-            assert view.is_busy == any(context_id in pending.ids for pending in self.pending)
+            assert view.is_busy == (context_id in busy)
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
@@ -380,6 +380,12 @@ class EngineMachine(RuleBasedStateMachine):
         for child_id, parent_id in self.parents.items():
             if parent_id == context_id:
                 self.parents[child_id] = None
+
+
+def _running(pending: Pending) -> set[str]:
+    """Contexts whose request has not ended."""
+    requests = pending.operation.requests
+    return {r.context.id for r in requests if r.status is not RequestStatus.DONE}
 
 
 def _logprobs(base: list[int], tokens: list[int]) -> list[float]:
