@@ -1,1 +1,1 @@
-"""Tensors, no policy: weights, KV, one forward pass, sampling."""
+"""Tensors and no policy: models, the memory of KV, attention, sampling."""
