@@ -1,40 +1,57 @@
-"""Create and Fork with a request id: one execution, one answer, and no answer that never was."""
+"""Create and Fork repeated with a request id: one execution, one answer, unless it failed."""
 
 import pytest
 from bench import TENANT, Bench
 
-from agentkv.errors import InvalidRequest, Reason
+from agentkv.core.batch import Batch
+from agentkv.errors import InternalError, InvalidRequest, NotFound, Reason
 
-PROMPT = [1, 2, 3]
 
-
-def test_a_repeat_is_one_execution() -> None:
-    """Catches a retried Create that makes a second context."""
+def test_a_repeat_gets_the_earlier_answer() -> None:
+    """Catches a second context for a client that lost the first answer."""
     bench = Bench()
-    first = bench.engine.create(TENANT, PROMPT, request_id="a")
-    again = bench.engine.create(TENANT, PROMPT, request_id="a")
-    assert bench.run(first).answer.context.id == bench.run(again).answer.context.id
-    assert bench.engine.view().num_contexts == 1
-
-
-def test_a_call_that_was_cancelled_runs_again() -> None:
-    """Catches a retry answered with the context that its first attempt never finished."""
-    bench = Bench()
-    first = bench.engine.create(TENANT, PROMPT, request_id="a")
-    bench.engine.cancel(first)
-    assert first.has_failed
-    again = bench.run(bench.engine.create(TENANT, PROMPT, request_id="a")).answer
-    assert bench.engine.get(TENANT, again.context.id).length == len(PROMPT)
-    assert bench.engine.view().num_contexts == 1
-
-
-def test_an_id_names_one_body() -> None:
-    """Catches a reused id that returns somebody else's context."""
-    bench = Bench()
-    root = bench.create(PROMPT)
-    first = bench.engine.fork(TENANT, root, count=2, request_id="b")
-    assert bench.engine.fork(TENANT, root, count=2, request_id="b") == first
-    with pytest.raises(InvalidRequest) as refused:
-        bench.engine.fork(TENANT, root, count=3, request_id="b")
-    assert refused.value.reason is Reason.REQUEST_ID_REUSED
+    first = bench.engine.create(TENANT, range(5), request_id="r")
+    assert bench.engine.create(TENANT, range(5), request_id="r") is first
+    answer = bench.run(first).answer
+    assert bench.run(bench.engine.create(TENANT, range(5), request_id="r")).answer is answer
+    root = answer.context.id
+    views = bench.engine.fork(TENANT, root, count=2, request_id="r")
+    assert bench.engine.fork(TENANT, root, count=2, request_id="r") == views
     assert bench.engine.view().num_contexts == 3
+
+
+@pytest.mark.parametrize("tenant", [TENANT, "other"])
+def test_an_id_belongs_to_one_tenant_and_one_body(tenant: str) -> None:
+    """Catches an answer to another question, or another tenant's."""
+    bench = Bench()
+    bench.run(bench.engine.create(TENANT, range(5), request_id="r"))
+    if tenant == TENANT:
+        with pytest.raises(InvalidRequest) as caught:
+            bench.engine.create(tenant, range(6), request_id="r")
+        assert caught.value.reason is Reason.REQUEST_ID_REUSED
+    else:
+        bench.run(bench.engine.create(tenant, range(5), request_id="r"))
+        assert bench.engine.view().num_contexts == 2
+
+
+def fails(batch: Batch) -> None:
+    raise RuntimeError("out of order")
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_repeat_of_a_call_that_failed_runs_again(how: str) -> None:
+    """Catches a handle of a context that is gone, or yesterday's failure for ten minutes."""
+    bench = Bench()
+    first = bench.engine.create(TENANT, range(5), request_id="r")
+    if how == "cancelled":
+        bench.engine.cancel(first)
+    else:
+        bench.runner.before_step = fails
+        with pytest.raises(InternalError):
+            bench.run(first)
+        bench.runner.before_step = lambda batch: None
+    second = bench.run(bench.engine.create(TENANT, range(5), request_id="r")).answer.context
+    assert bench.engine.get(TENANT, second.id).length == 5
+    assert bench.engine.view().num_contexts == 1
+    with pytest.raises(NotFound):
+        bench.engine.get(TENANT, "c0")
