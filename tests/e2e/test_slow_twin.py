@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from agentkv.config import SchedulerConfig
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 18
-LONGEST = 60
-"""Tokens of a context in a program: such a one always fits the pool when all others give way."""
+NUM_BLOCKS = 16
+LONGEST = 54
+"""Tokens of a context in a program: with what its check adds, it fits when all others give way."""
 MOST_CONTEXTS = 12
 SHARED = [[(7 * i + 31 * base * i * i + base) % VOCAB_SIZE for i in range(40)] for base in (1, 2)]
 """Two texts that prompts begin with, so that prefixes are found in the cache."""
 VERBS = (
-    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "score"),
+    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "branches", "score"),
     *("truncate", "release", "cancel", "step", "step", "run", "flush"),
 )
 
