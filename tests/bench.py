@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from fakes import FakeModelRunner, Kv, digest, make_engine, make_tokenizer
+from fakes import ContractBroken, FakeModelRunner, Kv, digest, make_engine, make_tokenizer
 
 from agentkv.config import LimitsConfig, SchedulerConfig
 from agentkv.core.segment import Segment
@@ -114,7 +114,7 @@ class Bench:
 
     def release(self, *context_ids: str, recursive: bool = False) -> Released:
         """Releases."""
-        released = self.engine.release(TENANT, context_ids, recursive=recursive)
+        released, _ = self.engine.release(TENANT, context_ids, recursive=recursive)
         self.audit()
         return released
 
@@ -122,7 +122,10 @@ class Bench:
 
     def step(self) -> Sequence[Operation]:
         """Runs one step and the audit."""
-        touched = self.engine.step()
+        try:
+            touched = self.engine.step()
+        except ContractBroken as error:
+            raise AssertionError(str(error)) from error
         self.audit()
         return touched
 

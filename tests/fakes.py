@@ -92,8 +92,8 @@ class FakeModelRunner:
     """Computes steps on simulated KV.
 
     Raises `ContractBroken` when a row does not find every position below and at its own exactly
-    once, with the KV of its own path; when a slot is written that others count on; when copies
-    overlap.
+    once, with the KV of its own path; when a block is written that others count on; when copies
+    could not be done in any order.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

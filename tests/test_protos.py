@@ -142,6 +142,16 @@ def test_enums_begin_with_unspecified(contract: FileDescriptorProto) -> None:
         assert enum.value[0].name.endswith("_UNSPECIFIED")
 
 
+def test_only_unary_calls_are_repeated_by_request_id(contract: FileDescriptorProto) -> None:
+    """Catches a promise to replay a stream, whose chunks nobody keeps."""
+    takers = {
+        message.name
+        for message in contract.message_type
+        if any(field.name == "request_id" for field in message.field)
+    }
+    assert takers == {"CreateRequest", "ForkRequest"}
+
+
 def test_requests_and_responses_carry_their_methods_names(contract: FileDescriptorProto) -> None:
     """Catches a message shared by two methods, which could then never grow apart."""
     for method in contract.service[0].method:

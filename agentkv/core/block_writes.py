@@ -15,10 +15,9 @@ from agentkv.core.segment import Hold, Segment
 
 
 class SegmentWrite(NamedTuple):
-    """KV to be written for the tokens [num_computed, upto) of one segment."""
+    """What writing KV for the next tokens of one segment takes."""
 
     segment: Segment
-    upto: int
     num_blocks: int
     """Blocks to take, the one for a copy included."""
     is_copy: bool
@@ -66,7 +65,7 @@ def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
             # A copy takes over all that is computed in the block, so what else its old parent
             # lacks is not needed any more.
             num_held = computed // size if is_copy else -(-node.num_computed // size)
-            writes.append(SegmentWrite(node, end, -(-end // size) - num_held, is_copy))
+            writes.append(SegmentWrite(node, -(-end // size) - num_held, is_copy))
             if is_copy:
                 break
         node = node.parent

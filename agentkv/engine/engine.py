@@ -192,6 +192,7 @@ class Engine:
         """
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.tokens(token_ids, length=context.length)
+        head = self._tree.heads.get(context.tail)
         requests = []
         if token_ids:
             requests.append(self._extension(context, token_ids, with_logprobs=logprobs))
@@ -200,6 +201,8 @@ class Engine:
             self._loop.submit(operation)
         except AgentKVError:
             self._store.truncate(context, context.length)
+            if head is not None:  # appending dropped it
+                self._tree.heads.keep(context.tail, head)
             raise
         return operation
 
@@ -300,6 +303,17 @@ class Engine:
             NotFound: The handle is unknown.
         """
         return self._store.view(self._store.get(tenant, context_id))
+
+    def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> tuple[int, ...]:
+        """Reads the committed tokens of a context in [start, start + limit); default: all.
+
+        Raises:
+            NotFound: The handle is unknown.
+            InvalidRequest: The context is shorter than `start`.
+        """
+        return self._store.tokens(self._store.get(tenant, context_id), start, limit)
 
     def list(
         self,

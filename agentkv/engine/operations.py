@@ -20,7 +20,7 @@ from agentkv.engine.outputs import (
     Scores,
     Update,
 )
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, Reason
 
 
 class Operation(ABC):
@@ -208,13 +208,14 @@ class Generation(Operation):
         stop: str | None,
         num_before_stop: int | None,
     ) -> None:
-        if self._is_single and event.error is not None:
+        if self._is_single:
             self.error = event.error
+        is_released = event.error is not None and event.error.reason is Reason.CONTEXT_RELEASED
         self._finishes.append(
             Finish(
                 branch=number,
                 reason=reason,
-                context=self._view(event.request.context),
+                context=None if is_released else self._view(event.request.context),
                 usage=event.request.usage,
                 pool=self._pool(),
                 seed=self._seed,

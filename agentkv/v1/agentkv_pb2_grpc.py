@@ -141,8 +141,8 @@ class ContextServiceServicer(object):
         """Forks a context and generates on every branch, in one call. The first message carries the
         branches; a failed branch has a finish of its own and does not end the others. Cancelling
         leaves each branch at its last committed token; the branches live on. Fails as a whole like
-        Fork, with QUEUE_FULL and with SLOW_READER. A repeat with the same `request_id` and body forks
-        no second time: its first message carries the branches of the first call, as they are now.
+        Fork, with QUEUE_FULL and with SLOW_READER. Not safe to repeat blindly: a repeat forks again.
+        Get reads what a lost stream did not deliver, List finds branches whose first message was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,7 +177,8 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Describes one context.
+        """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+        there. Fails with POSITION_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -17,12 +17,15 @@ from agentkv.engine.outputs import (
     Branches,
     Chunk,
     Committed,
+    ContextTokens,
     ContinuationScore,
     EngineView,
     Finish,
+    Forked,
     ModelFacts,
     Released,
     Scores,
+    Truncated,
     Update,
 )
 from agentkv.engine.tokenizer import ChatMessage
@@ -46,9 +49,11 @@ FACTS = ModelFacts(
 
 
 class FakeTokenizer:
-    """One token per byte; 256 begins a prompt, 257 is `<special>`."""
+    """One token per byte; 256 begins a prompt, 257 is `<special>`; `<control>` is refused."""
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        if "<control>" in text:
+            raise InvalidRequest("No.", violations={"text": "spells a control token"})
         if not allow_special:
             return list(text.encode())
         parts = text.split("<special>")
@@ -206,9 +211,10 @@ class FakeEngine:
         at: int | None = None,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         await self._begin("fork")
-        return tuple(branch.view() for branch in self._fork(context_id, count, at, labels))
+        branches = self._fork(context_id, count, at, labels)
+        return Forked(tuple(branch.view() for branch in branches), POOL)
 
     async def extend(
         self,
@@ -257,7 +263,6 @@ class FakeEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] = {},
-        request_id: str | None = None,
     ) -> FakeStream:
         self.calls.append("generate_branches")
 
@@ -280,12 +285,12 @@ class FakeEngine:
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         await self._begin("truncate")
         context = self._find(context_id, expected_length)
         self._check_position(context, length)
         del context.tokens[length:]
-        return context.view()
+        return Truncated(context.view(), POOL)
 
     async def release(
         self,
@@ -306,6 +311,15 @@ class FakeEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         await self._begin("get")
         return self._find(context_id).view()
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        await self._begin("tokens")
+        context = self._find(context_id)
+        self._check_position(context, start)
+        end = len(context.tokens) if limit is None else start + limit
+        return ContextTokens(context.view(), tuple(context.tokens[start:end]))
 
     async def list(
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""

@@ -1,0 +1,238 @@
+"""The engine's thread, and the two ways between it and an event loop.
+
+Commands go in and run between two steps; after each step everything that became known goes to the
+event loop in one hand-off. It knows operations and streams, and no verb.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from agentkv.engine.engine import Engine
+from agentkv.engine.generation_stream import GenerationStream
+from agentkv.engine.operations import Commit, Generation, Operation, Scoring
+from agentkv.errors import AgentKVError, Reason, Unavailable
+
+_Answer = TypeVar("_Answer")
+_Awaited = TypeVar("_Awaited", Commit, Scoring)
+
+_JOIN_TIMEOUT = 30.0  # seconds; a step takes far less
+
+
+class EngineThread:
+    """Steps an engine for as long as it has work, and sleeps otherwise.
+
+    Invariants: the engine is touched on this thread alone; what waits for an operation is told
+    once, when the operation is done, or when the thread stops.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._thread = threading.Thread(target=self._work, name="agentkv-engine", daemon=True)
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Touched on the engine's thread only.
+        self._waiters: dict[Operation, list[asyncio.Future[Operation]]] = {}
+        self._streams: dict[Generation, GenerationStream] = {}
+        self._deliveries: list[Callable[[], None]] = []
+
+    def start(self) -> None:
+        """Starts the thread; answers arrive on the event loop that runs now."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT)
+
+    # -- on the event loop -------------------------------------------------------------------
+
+    async def call(self, function: Callable[[], _Answer]) -> _Answer:
+        """Runs a function on the engine's thread, between steps."""
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                answer = function()
+            except Exception as error:
+                self._deliveries.append(partial(_fail, future, error))
+            else:
+                self._deliveries.append(partial(_resolve, future, answer))
+
+        self._post(command)
+        return await future
+
+    async def complete(self, begin: Callable[[], _Awaited]) -> _Awaited:
+        """Begins an operation and waits until it is done.
+
+        Cancelling the wait cancels the operation, unless another caller waits for the same one.
+        """
+        future: asyncio.Future[Operation] = asyncio.get_running_loop().create_future()
+        begun: list[_Awaited] = []
+
+        def command() -> None:
+            if future.cancelled():
+                return
+            try:
+                operation = begin()
+            except Exception as error:
+                self._deliveries.append(partial(_fail, future, error))
+                return
+            begun.append(operation)
+            self._waiters.setdefault(operation, []).append(future)
+            self.settle(operation)
+
+        self._post(command)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._post(lambda: self._abandon(begun, future))
+            raise
+        return begun[0]
+
+    def stream(self, begin: Callable[[], Generation]) -> GenerationStream:
+        """Makes the stream of a generation, which begins when the stream is entered."""
+        return GenerationStream(
+            begin=lambda stream: self._post(lambda: self._begin_stream(stream, begin)),
+            pull=lambda stream: self._post(lambda: self._feed(stream)),
+            cancel=lambda stream: self._post(lambda: self._cancel_stream(stream)),
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Queues a command for the engine's thread.
+
+        Raises:
+            Unavailable: The engine is stopping.
+        """
+        with self._wake:
+            if self._is_stopping:
+                raise _shutting_down()
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # -- on the engine's thread --------------------------------------------------------------
+
+    def _work(self) -> None:
+        while self._take_commands():
+            if self._engine.has_work:
+                for operation in self._engine.step():
+                    self.settle(operation)
+            self._deliver()
+        self._end_all()
+        self._deliver()
+
+    def _take_commands(self) -> bool:
+        """Runs what was posted, waiting for it if there is nothing else to do; False to stop."""
+        with self._wake:
+            while not (self._inbox or self._is_stopping or self._engine.has_work):
+                self._wake.wait()
+            if self._is_stopping:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        return True
+
+    def settle(self, operation: Operation) -> None:
+        """Tells those who wait for an operation what it has for them; on the engine's thread."""
+        if isinstance(operation, Generation) and operation in self._streams:
+            self._feed(self._streams[operation])
+        if operation.is_done:
+            for future in self._waiters.pop(operation, ()):
+                deliver = (
+                    partial(_resolve, future, operation)
+                    if operation.error is None
+                    else partial(_fail, future, operation.error)
+                )
+                self._deliveries.append(deliver)
+
+    def _abandon(self, begun: Sequence[Operation], future: "asyncio.Future[Operation]") -> None:
+        for operation in begun:
+            waiters = self._waiters.get(operation, [])
+            if future in waiters:
+                waiters.remove(future)
+                if not waiters:
+                    del self._waiters[operation]
+                    self._engine.cancel(operation)
+
+    def _begin_stream(self, stream: GenerationStream, begin: Callable[[], Generation]) -> None:
+        if stream.is_closed:
+            return
+        try:
+            operation = begin()
+        except Exception as error:
+            self._deliveries.append(partial(stream.fail, error))
+            return
+        stream.operation = operation
+        self._streams[operation] = stream
+        self.settle(operation)
+
+    def _feed(self, stream: GenerationStream) -> None:
+        operation = stream.operation
+        if operation is None or operation not in self._streams or not stream.may_take():
+            return
+        news, error = operation.take_news(), operation.error
+        is_last = operation.is_done
+        if is_last:
+            del self._streams[operation]
+        if news or is_last:
+            stream.num_sent += 1
+            self._deliveries.append(partial(stream.put, news, error, is_last=is_last))
+
+    def _cancel_stream(self, stream: GenerationStream) -> None:
+        operation = stream.operation
+        if operation is not None and self._streams.pop(operation, None) is not None:
+            self._engine.cancel(operation)
+
+    def _end_all(self) -> None:
+        """Ends everything under way, each context at its last committed token."""
+        error = _shutting_down()
+        for operation, stream in self._streams.items():
+            self._engine.cancel(operation)
+            put = partial(stream.put, operation.take_news(), error, is_last=True)
+            self._deliveries.append(put)
+        for waited, futures in self._waiters.items():
+            self._engine.cancel(waited)
+            self._deliveries.extend(partial(_fail, future, error) for future in futures)
+        self._streams.clear()
+        self._waiters.clear()
+
+    def _deliver(self) -> None:
+        """Hands everything over to the event loop in one call."""
+        deliveries, self._deliveries = self._deliveries, []
+        if not deliveries:
+            return
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(_run_all, deliveries)
+        except RuntimeError:  # the loop is closed: nobody is left to hear
+            assert self._loop.is_closed()
+
+
+def _run_all(deliveries: Sequence[Callable[[], None]]) -> None:
+    for deliver in deliveries:
+        deliver()
+
+
+def _resolve(future: "asyncio.Future[_Answer]", answer: _Answer) -> None:
+    if not future.done():
+        future.set_result(answer)
+
+
+def _fail(future: "asyncio.Future[_Answer]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _shutting_down() -> AgentKVError:
+    return Unavailable("The server is shutting down; try again later.", reason=Reason.SHUTTING_DOWN)
