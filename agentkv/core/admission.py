@@ -30,7 +30,7 @@ class Admission:
         """
         need = self._num_needed(request)
         if need > self._room(request, Hold.PINNED):
-            raise self._exhausted(need)
+            raise self._exhausted(request, need)
 
     def may_start(self, request: Request) -> bool:
         """Whether a waiting request's blocks can all be had now, beside what others were promised.
@@ -73,9 +73,10 @@ class Admission:
         self._store.set_hold(context, before)
         return self._tree.pool.num_blocks - self._watermark - held
 
-    def _exhausted(self, need: int) -> PoolExhausted:
-        pool, held = self._tree.pool, self._tree.residency.held
-        reclaimable = pool.num_blocks - pool.num_free - held[Hold.FIRM]
+    def _exhausted(self, request: Request, need: int) -> PoolExhausted:
+        pool = self._tree.pool
+        # Not what the request itself stands on: that cannot make room for it.
+        reclaimable = self._room(request, Hold.FIRM) + self._watermark - pool.num_free
         usable = pool.num_blocks - self._watermark
         advice = (
             "Release or unpin contexts, then try again."

@@ -32,7 +32,7 @@ class Context:
     idle_hold: Hold
     """How firmly it is kept while no request runs on it."""
     create_time: float
-    parent: "Context | None" = None
+    parent: "Context | None" = field(default=None, repr=False)
     """The context it was forked from; stays readable after that one's release."""
     fork_position: int = 0
     ordinal: int = 0
@@ -40,9 +40,9 @@ class Context:
     depth: int = 0
     root_id: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
-    children: "dict[Context, None]" = field(default_factory=dict)
+    children: "dict[Context, None]" = field(default_factory=dict, repr=False)
     """Living contexts forked from it."""
-    request: "Request | None" = None
+    request: "Request | None" = field(default=None, repr=False)
     """The request that may change it, if any."""
     is_released: bool = False
     last_used: int = 0

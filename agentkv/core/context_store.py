@@ -162,6 +162,16 @@ class ContextStore:
         self._hidden.update(children)
         return children
 
+    def tokens(self, context: Context, start: int, limit: int | None) -> tuple[int, ...]:
+        """Reads up to `limit` committed tokens of a context from a position on.
+
+        Raises:
+            InvalidRequest: The context is shorter than that.
+        """
+        _check_position(start, context.length)
+        end = context.length if limit is None else min(context.length, start + limit)
+        return tuple(self.tree.tokens(context.tail, start, end))
+
     def truncate(self, context: Context, length: int) -> None:
         """Moves an idle context's pointer back to `length` committed tokens.
 

@@ -153,11 +153,13 @@ class ContextTree:
             node = node.parent
         return nodes[::-1]
 
-    def tokens(self, tail: Segment) -> "array[int]":
-        """Reads all tokens of a path."""
+    def tokens(self, tail: Segment, start: int = 0, end: int | None = None) -> "array[int]":
+        """Reads the tokens of a path in [start, end); all by default."""
+        last = tail.end if end is None else end
         tokens = array("I")
         for segment in self.path(tail):
-            tokens.extend(segment.tokens)
+            offset = segment.start
+            tokens.extend(segment.tokens[max(start - offset, 0) : max(last - offset, 0)])
         return tokens
 
     def token_at(self, tail: Segment, position: int) -> int:

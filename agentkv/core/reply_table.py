@@ -65,11 +65,6 @@ class ReplyTable:
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
 
-    def forget(self, tenant: str, method: str, request_id: str | None) -> None:
-        """Drops the answer of a call that failed, so that a repeat runs again."""
-        if request_id is not None:
-            self._replies.pop((tenant, method, request_id), None)
-
     def _expire(self, now: float) -> None:
         while self._replies:
             key, reply = next(iter(self._replies.items()))

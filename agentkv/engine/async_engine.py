@@ -11,7 +11,16 @@ from agentkv.core.views import ContextView
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.generation_stream import GenerationStream
-from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores
+from agentkv.engine.outputs import (
+    Committed,
+    ContextTokens,
+    EngineView,
+    Forked,
+    ModelFacts,
+    Released,
+    Scores,
+    Truncated,
+)
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 
@@ -50,6 +59,13 @@ class AsyncEngine:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
 
+    async def wait_ended(self) -> bool:
+        """Waits until the engine serves no more; returns whether it was told to stop.
+
+        Otherwise a fault of its own ended it, and every call is refused with ENGINE_STALLED.
+        """
+        return await self._thread.wait_ended()
+
     async def create(
         self,
         tenant: str,
@@ -76,11 +92,14 @@ class AsyncEngine:
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         """Makes contexts that share this one's tokens; see `Engine.fork`."""
         return await self._thread.call(
-            lambda: self._engine.fork(
-                tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+            lambda: Forked(
+                self._engine.fork(
+                    tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+                ),
+                self._engine.pool_view(),
             )
         )
 
@@ -144,11 +163,12 @@ class AsyncEngine:
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         """Takes a context back to its first tokens; see `Engine.truncate`."""
         return await self._thread.call(
-            lambda: self._engine.truncate(
-                tenant, context_id, length, expected_length=expected_length
+            lambda: Truncated(
+                self._engine.truncate(tenant, context_id, length, expected_length=expected_length),
+                self._engine.pool_view(),
             )
         )
 
@@ -175,6 +195,17 @@ class AsyncEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         """Describes one context."""
         return await self._thread.call(lambda: self._engine.get(tenant, context_id))
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        """Describes one context and reads its tokens; see `Engine.tokens`."""
+        return await self._thread.call(
+            lambda: ContextTokens(
+                self._engine.get(tenant, context_id),
+                self._engine.tokens(tenant, context_id, start, limit=limit),
+            )
+        )
 
     async def list(
         self,

@@ -20,7 +20,7 @@ from agentkv.engine.outputs import (
     Scores,
     Update,
 )
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, Reason
 
 
 class Operation(ABC):
@@ -80,6 +80,11 @@ class Commit(Operation):
     def leftovers(self) -> tuple[Context, ...]:
         """A context whose first tokens were never committed."""
         return (self._context,) if self._is_create and self._answer is None else ()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a Create ended without a context: it failed or was cancelled."""
+        return self.is_done and bool(self.leftovers)
 
     def on_event(self, event: Event) -> None:
         """Completes the answer; a request that only commits has one event, its last."""
@@ -208,13 +213,14 @@ class Generation(Operation):
         stop: str | None,
         num_before_stop: int | None,
     ) -> None:
-        if self._is_single and event.error is not None:
+        if self._is_single:
             self.error = event.error
+        is_released = event.error is not None and event.error.reason is Reason.CONTEXT_RELEASED
         self._finishes.append(
             Finish(
                 branch=number,
                 reason=reason,
-                context=self._view(event.request.context),
+                context=None if is_released else self._view(event.request.context),
                 usage=event.request.usage,
                 pool=self._pool(),
                 seed=self._seed,

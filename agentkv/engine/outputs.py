@@ -64,6 +64,30 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Forked:
+    """Answer of Fork, in the order of the branches' numbers."""
+
+    contexts: tuple[ContextView, ...]
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Answer of Truncate."""
+
+    context: ContextView
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTokens:
+    """A context and tokens of it, as of one moment."""
+
+    context: ContextView
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ContinuationScore:
     """Log-probabilities of one continuation, natural logarithm, one per token."""
 

@@ -10,7 +10,17 @@ from typing import Protocol, Self
 from agentkv.config import LimitsConfig
 from agentkv.core.context_store import ContextPage
 from agentkv.core.views import ContextView
-from agentkv.engine.outputs import Committed, EngineView, ModelFacts, Released, Scores, Update
+from agentkv.engine.outputs import (
+    Committed,
+    ContextTokens,
+    EngineView,
+    Forked,
+    ModelFacts,
+    Released,
+    Scores,
+    Truncated,
+    Update,
+)
 from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
 
@@ -88,6 +98,10 @@ class ServedEngine(Protocol):
         """Ends every stream with SHUTTING_DOWN, and the engine's thread."""
         ...
 
+    async def wait_ended(self) -> bool:
+        """Waits until it serves no more; returns whether it was told to stop, or else failed."""
+        ...
+
     async def create(
         self,
         tenant: str,
@@ -108,7 +122,7 @@ class ServedEngine(Protocol):
         at: int | None = None,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         """Makes `count` contexts that share every token below `at`."""
         ...
 
@@ -156,7 +170,7 @@ class ServedEngine(Protocol):
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         """Drops every token at or beyond `length`."""
         ...
 
@@ -173,6 +187,12 @@ class ServedEngine(Protocol):
 
     async def get(self, tenant: str, context_id: str) -> ContextView:
         """Describes one context."""
+        ...
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        """Describes one context and reads its tokens in [start, start + limit)."""
         ...
 
     async def list(

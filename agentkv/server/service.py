@@ -4,25 +4,18 @@ It raises AgentKVErrors as they come; `agentkv.server.interceptors` turns them i
 knows no tree, no block and no scheduler.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final, TypeVar
 
 from agentkv.config import ServerConfig
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
-from agentkv.server.checks import ChatInput, Checks, TextInput, TokenInput
+from agentkv.server.checks import MAX_TOKENS_READ, Checks
+from agentkv.server.encoding import encode_inputs, encode_prompt
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
 from agentkv.v1 import agentkv_pb2 as pb
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
-
-T = TypeVar("T")
-
-INLINE_CHARACTERS: Final = 2048
-"""Text up to here is tokenised on the event loop: a hop to a thread would take longer."""
 
 
 class ContextService(pb_grpc.ContextServiceServicer):
@@ -42,7 +35,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
-        token_ids = await self._encode_prompt(prompt)
+        token_ids = await encode_prompt(self._engine.tokenizer, prompt, checks)
         committed = await self._engine.create(
             tenant_of(rpc), token_ids, labels=labels, request_id=request_id
         )
@@ -56,22 +49,17 @@ class ContextService(pb_grpc.ContextServiceServicer):
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
-        # Both go to the engine at once: waiting for one before asking for the other would cost a
-        # second step of whatever else runs.
-        contexts, view = await asyncio.gather(
-            self._engine.fork(
-                tenant_of(rpc),
-                context_id,
-                count=count,
-                at=request.at if request.HasField("at") else None,
-                labels=labels,
-                request_id=request_id,
-            ),
-            self._engine.view(),
+        forked = await self._engine.fork(
+            tenant_of(rpc),
+            context_id,
+            count=count,
+            at=request.at if request.HasField("at") else None,
+            labels=labels,
+            request_id=request_id,
         )
         return pb.ForkResponse(
-            contexts=[convert.context(context) for context in contexts],
-            pool=convert.pool(view.pool),
+            contexts=[convert.context(context) for context in forked.contexts],
+            pool=convert.pool(forked.pool),
         )
 
     async def Extend(self, request: pb.ExtendRequest, rpc: Rpc) -> pb.ExtendResponse:
@@ -80,7 +68,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
-        (token_ids,) = await self._encode([extension], lambda i: "text")
+        (token_ids,) = await encode_inputs(
+            self._engine.tokenizer, [extension], lambda i: "text", checks
+        )
         committed = await self._engine.extend(
             tenant_of(rpc),
             context_id,
@@ -142,7 +132,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         continuations = checks.continuations(request)
         checks.finish()
-        token_ids = await self._encode(continuations, lambda i: f"continuations[{i}].text")
+        token_ids = await encode_inputs(
+            self._engine.tokenizer, continuations, lambda i: f"continuations[{i}].text", checks
+        )
         scores = await self._engine.score(tenant_of(rpc), context_id, token_ids)
         return pb.ScoreResponse(
             scores=[convert.score(score) for score in scores.scores],
@@ -155,13 +147,12 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         length = checks.length(request)
         checks.finish()
-        context, view = await asyncio.gather(
-            self._engine.truncate(
-                tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
-            ),
-            self._engine.view(),
+        truncated = await self._engine.truncate(
+            tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
         )
-        return pb.TruncateResponse(context=convert.context(context), pool=convert.pool(view.pool))
+        return pb.TruncateResponse(
+            context=convert.context(truncated.context), pool=convert.pool(truncated.pool)
+        )
 
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""
@@ -181,12 +172,17 @@ class ContextService(pb_grpc.ContextServiceServicer):
         )
 
     async def Get(self, request: pb.GetRequest, rpc: Rpc) -> pb.GetResponse:
-        """Describes one context."""
+        """Describes one context, and reads its tokens when asked."""
         checks = self._checks()
         context_id = checks.context_id(request.context_id)
         checks.finish()
-        context = await self._engine.get(tenant_of(rpc), context_id)
-        return pb.GetResponse(context=convert.context(context))
+        if not request.HasField("tokens_from"):
+            context = await self._engine.get(tenant_of(rpc), context_id)
+            return pb.GetResponse(context=convert.context(context))
+        read = await self._engine.tokens(
+            tenant_of(rpc), context_id, request.tokens_from, limit=MAX_TOKENS_READ
+        )
+        return pb.GetResponse(context=convert.context(read.context), token_ids=read.token_ids)
 
     async def List(self, request: pb.ListRequest, rpc: Rpc) -> pb.ListResponse:
         """Lists the caller's contexts, page by page."""
@@ -221,57 +217,6 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     def _checks(self) -> Checks:
         return Checks(self._engine.limits, self._engine.facts)
-
-    async def _encode_prompt(self, prompt: TextInput | ChatInput | TokenInput) -> tuple[int, ...]:
-        tokenizer = self._engine.tokenizer
-        match prompt:
-            case TokenInput():
-                return prompt.token_ids
-            case TextInput():
-                field, size = "text", len(prompt.text)
-                encoded = await _off_loop(
-                    size,
-                    lambda: tokenizer.encode_prompt(
-                        prompt.text, allow_special=prompt.allow_special
-                    ),
-                )
-            case ChatInput():
-                field, size = "messages", sum(len(item.content) for item in prompt.messages)
-                encoded = await _off_loop(
-                    size,
-                    lambda: tokenizer.encode_chat(
-                        prompt.messages, add_generation_prompt=prompt.add_generation_prompt
-                    ),
-                )
-        checks = self._checks()
-        token_ids = checks.tokenised(encoded, field)
-        checks.finish()
-        return token_ids
-
-    async def _encode(
-        self, inputs: Sequence[TextInput | TokenInput], field: Callable[[int], str]
-    ) -> list[tuple[int, ...]]:
-        """Tokenises what is text; `field` names the i-th input in a violation."""
-        encode = self._engine.tokenizer.encode
-        size = sum(len(item.text) for item in inputs if isinstance(item, TextInput))
-        encoded = await _off_loop(
-            size,
-            lambda: [
-                encode(item.text, allow_special=item.allow_special)
-                if isinstance(item, TextInput)
-                else item.token_ids
-                for item in inputs
-            ],
-        )
-        checks = self._checks()
-        token_ids = [checks.tokenised(ids, field(i)) for i, ids in enumerate(encoded)]
-        checks.finish()
-        return token_ids
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    """Runs work on text of `size` characters where it does not hold up other calls."""
-    return work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
 def _expected_length(

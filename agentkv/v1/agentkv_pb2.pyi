@@ -12,9 +12,9 @@ Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) 
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
 that gRPC itself raises (CANCELLED, DEADLINE_EXCEEDED, message too large) carry no reason.
 Any call may answer, beside what it names itself: INVALID_REQUEST for fields out of range,
-CONTEXT_NOT_FOUND for a handle that is unknown, released or another tenant's (the same answer),
-SERVER_RESTARTED for a handle of an earlier life of the server, SHUTTING_DOWN or ENGINE_STALLED
-when it may succeed later, and INTERNAL_ERROR with a log id.
+CONTEXT_NOT_FOUND for a handle that is unknown, released, another tenant's or of an earlier life
+of the server (the same answer), SHUTTING_DOWN or ENGINE_STALLED when it may succeed later, and
+INTERNAL_ERROR with a log id.
 
 Ranges are half-open. Lengths and positions count tokens. Numeric options have presence: an
 option that is not set takes the default its comment names.
@@ -1532,18 +1532,24 @@ class GetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FROM_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context."""
+    tokens_from: _builtins.int
+    """Position to return tokens from, in [0, length of the context]. Default: none are returned."""
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
+        tokens_from: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tokens_from", b"_tokens_from", "tokens_from", b"tokens_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tokens_from", b"_tokens_from", "context_id", b"context_id", "tokens_from", b"tokens_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tokens_from: _TypeAlias = _typing.Literal["tokens_from"]  # noqa: Y015
+    _WhichOneofArgType__tokens_from: _TypeAlias = _typing.Literal["_tokens_from", b"_tokens_from"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_from) -> _WhichOneofReturnType__tokens_from | None: ...
 
 Global___GetRequest: _TypeAlias = GetRequest  # noqa: Y015
 
@@ -1554,18 +1560,26 @@ class GetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def context(self) -> Global___Context:
         """The context."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Committed tokens from `tokens_from` on, at most 65,536. When they end before `context.length`,
+        ask again from where they end. Empty when none were asked for.
+        """
 
     def __init__(
         self,
         *,
         context: Global___Context | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

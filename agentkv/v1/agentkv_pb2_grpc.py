@@ -177,7 +177,8 @@ class ContextServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Describes one context.
+        """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+        there. Fails with POSITION_OUT_OF_RANGE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,9 +12,9 @@ Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) 
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
 that gRPC itself raises (CANCELLED, DEADLINE_EXCEEDED, message too large) carry no reason.
 Any call may answer, beside what it names itself: INVALID_REQUEST for fields out of range,
-CONTEXT_NOT_FOUND for a handle that is unknown, released or another tenant's (the same answer),
-SERVER_RESTARTED for a handle of an earlier life of the server, SHUTTING_DOWN or ENGINE_STALLED
-when it may succeed later, and INTERNAL_ERROR with a log id.
+CONTEXT_NOT_FOUND for a handle that is unknown, released, another tenant's or of an earlier life
+of the server (the same answer), SHUTTING_DOWN or ENGINE_STALLED when it may succeed later, and
+INTERNAL_ERROR with a log id.
 
 Ranges are half-open. Lengths and positions count tokens. Numeric options have presence: an
 option that is not set takes the default its comment names.
@@ -99,7 +99,9 @@ class ContextServiceStub:
     with `allow_missing` it is safe to repeat.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]
-    """Describes one context."""
+    """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+    there. Fails with POSITION_OUT_OF_RANGE.
+    """
     List: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
@@ -161,7 +163,9 @@ class ContextServiceAsyncStub(ContextServiceStub):
     with `allow_missing` it is safe to repeat.
     """
     Get: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]  # type: ignore[assignment]
-    """Describes one context."""
+    """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+    there. Fails with POSITION_OUT_OF_RANGE.
+    """
     List: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]  # type: ignore[assignment]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
@@ -274,7 +278,9 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agentkv_pb2.GetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agentkv_pb2.GetResponse, _abc.Awaitable[_agentkv_pb2.GetResponse]]:
-        """Describes one context."""
+        """Describes one context, and reads its tokens when asked: what a lost stream had committed is
+        there. Fails with POSITION_OUT_OF_RANGE.
+        """
 
     @_abc_1.abstractmethod
     def List(

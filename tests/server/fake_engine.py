@@ -17,12 +17,15 @@ from agentkv.engine.outputs import (
     Branches,
     Chunk,
     Committed,
+    ContextTokens,
     ContinuationScore,
     EngineView,
     Finish,
+    Forked,
     ModelFacts,
     Released,
     Scores,
+    Truncated,
     Update,
 )
 from agentkv.engine.tokenizer import ChatMessage
@@ -46,9 +49,11 @@ FACTS = ModelFacts(
 
 
 class FakeTokenizer:
-    """One token per byte; 256 begins a prompt, 257 is `<special>`."""
+    """One token per byte; 256 begins a prompt, 257 is `<special>`; `<control>` is refused."""
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        if "<control>" in text:
+            raise InvalidRequest("No.", violations={"text": "spells a control token"})
         if not allow_special:
             return list(text.encode())
         parts = text.split("<special>")
@@ -146,6 +151,7 @@ class FakeEngine:
         gate: Generation waits while it is clear.
         steps_before_hold: Steps of a generation after which it closes the gate by itself. The
             server shares the loop with the client, and may be steps ahead of what is read.
+        ended: Set when it serves no more; a test that sets it makes it fail.
         all_closed: Set when no stream is open any more.
         calls: Names of the methods called, in order.
     """
@@ -166,6 +172,7 @@ class FakeEngine:
         self.all_closed = asyncio.Event()
         self.calls: list[str] = []
         self.is_stopped = False
+        self.ended = asyncio.Event()
         self.num_made = 0
 
     async def start(self) -> None:
@@ -175,6 +182,11 @@ class FakeEngine:
         self.calls.append("stop")
         self.is_stopped = True
         self.gate.set()
+        self.ended.set()
+
+    async def wait_ended(self) -> bool:
+        await self.ended.wait()
+        return self.is_stopped
 
     async def pass_gate(self) -> None:
         """Waits for a turn of the loop and for the gate; `waiting` tells that someone does."""
@@ -206,9 +218,10 @@ class FakeEngine:
         at: int | None = None,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
-    ) -> tuple[ContextView, ...]:
+    ) -> Forked:
         await self._begin("fork")
-        return tuple(branch.view() for branch in self._fork(context_id, count, at, labels))
+        branches = self._fork(context_id, count, at, labels)
+        return Forked(tuple(branch.view() for branch in branches), POOL)
 
     async def extend(
         self,
@@ -279,12 +292,12 @@ class FakeEngine:
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
-    ) -> ContextView:
+    ) -> Truncated:
         await self._begin("truncate")
         context = self._find(context_id, expected_length)
         self._check_position(context, length)
         del context.tokens[length:]
-        return context.view()
+        return Truncated(context.view(), POOL)
 
     async def release(
         self,
@@ -305,6 +318,15 @@ class FakeEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         await self._begin("get")
         return self._find(context_id).view()
+
+    async def tokens(
+        self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
+    ) -> ContextTokens:
+        await self._begin("tokens")
+        context = self._find(context_id)
+        self._check_position(context, start)
+        end = len(context.tokens) if limit is None else start + limit
+        return ContextTokens(context.view(), tuple(context.tokens[start:end]))
 
     async def list(
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""

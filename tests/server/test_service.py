@@ -103,6 +103,7 @@ def test_fork_makes_branches_at_a_position() -> None:
             at_head = await served.stub.Fork(pb.ForkRequest(context_id=root))
             assert [context.length for context in at_head.contexts] == [3]
             assert at_head.pool.total_blocks == 64
+            assert served.engine.calls[-2:] == ["create", "fork"]  # no second call for the pool
             at_start = await served.stub.Fork(
                 pb.ForkRequest(context_id=root, count=2, at=0, labels={"k": "v"})
             )

@@ -1,0 +1,164 @@
+"""AgentKV: contexts that fork. The SDK's public names.
+
+Every part of AgentKV imports this module, so it stays light: a name is loaded when it is first
+used, and importing `agentkv` loads no gRPC, let alone torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentkv.client.async_client import AsyncClient
+    from agentkv.client.async_context_handle import AsyncContextHandle
+    from agentkv.client.async_streams import AsyncBranchStream, AsyncGenerateStream
+    from agentkv.client.client import Client
+    from agentkv.client.completion import (
+        BranchFinish,
+        Chunk,
+        Completion,
+        FinishReason,
+        GeneratedBranch,
+    )
+    from agentkv.client.context_group import AsyncContextGroup, ContextGroup
+    from agentkv.client.context_handle import ContextHandle
+    from agentkv.client.messages import SamplingOptions
+    from agentkv.client.retry import RetryPolicy
+    from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+    from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.values import (
+        ContextInfo,
+        ContinuationScore,
+        Extension,
+        PoolInfo,
+        Released,
+        Residency,
+        Usage,
+    )
+    from agentkv.errors import (
+        AgentKVError,
+        Cancelled,
+        ContextBusy,
+        ContextLost,
+        ContextMoved,
+        DeadlineExceeded,
+        InternalError,
+        InvalidRequest,
+        NotFound,
+        PoolExhausted,
+        Reason,
+        SlowReader,
+        Unauthenticated,
+        Unavailable,
+        UnsupportedModelError,
+    )
+    from agentkv.sampling_params import SamplingParams
+
+_HOMES = {
+    "agentkv.client.async_client": ("AsyncClient",),
+    "agentkv.client.async_context_handle": ("AsyncContextHandle",),
+    "agentkv.client.async_streams": ("AsyncBranchStream", "AsyncGenerateStream"),
+    "agentkv.client.client": ("Client",),
+    "agentkv.client.completion": (
+        "BranchFinish",
+        "Chunk",
+        "Completion",
+        "FinishReason",
+        "GeneratedBranch",
+    ),
+    "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
+    "agentkv.client.context_handle": ("ContextHandle",),
+    "agentkv.client.messages": ("SamplingOptions",),
+    "agentkv.client.retry": ("RetryPolicy",),
+    "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
+    "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.values": (
+        "ContextInfo",
+        "ContinuationScore",
+        "Extension",
+        "PoolInfo",
+        "Released",
+        "Residency",
+        "Usage",
+    ),
+    "agentkv.errors": (
+        "AgentKVError",
+        "Cancelled",
+        "ContextBusy",
+        "ContextLost",
+        "ContextMoved",
+        "DeadlineExceeded",
+        "InternalError",
+        "InvalidRequest",
+        "NotFound",
+        "PoolExhausted",
+        "Reason",
+        "SlowReader",
+        "Unauthenticated",
+        "Unavailable",
+        "UnsupportedModelError",
+    ),
+    "agentkv.sampling_params": ("SamplingParams",),
+}
+"""Where each public name lives. mypy compares `__all__` with the imports, a test with this."""
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AgentKVError",
+    "AsyncBranchStream",
+    "AsyncClient",
+    "AsyncContextGroup",
+    "AsyncContextHandle",
+    "AsyncGenerateStream",
+    "BranchFinish",
+    "BranchStream",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "Completion",
+    "ContextBusy",
+    "ContextGroup",
+    "ContextHandle",
+    "ContextInfo",
+    "ContextLost",
+    "ContextMoved",
+    "ContinuationScore",
+    "CountersInfo",
+    "DeadlineExceeded",
+    "Extension",
+    "FinishReason",
+    "GenerateStream",
+    "GeneratedBranch",
+    "InternalError",
+    "InvalidRequest",
+    "LimitsInfo",
+    "ModelInfo",
+    "NotFound",
+    "PoolExhausted",
+    "PoolInfo",
+    "Reason",
+    "Released",
+    "Residency",
+    "RetryPolicy",
+    "SamplingOptions",
+    "SamplingParams",
+    "ServerInfo",
+    "SlowReader",
+    "Unauthenticated",
+    "Unavailable",
+    "UnsupportedModelError",
+    "Usage",
+]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name when it is first used."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Lists the public names."""
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,232 @@
+"""The handle of the asyncio client: thin, the rules are in `agentkv.client.handle_state`."""
+
+# ruff: noqa: ASYNC109 -- a timeout here is the deadline that travels with the call, so that the
+# server stops working too; asyncio.timeout would end the wait alone.
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from agentkv.client.async_streams import AsyncBranchStream, AsyncGenerateStream
+from agentkv.client.completion import Completion, GeneratedBranch
+from agentkv.client.context_group import AsyncContextGroup
+from agentkv.client.drive import AsyncDriver
+from agentkv.client.generation import BranchesState, GenerateState
+from agentkv.client.handle_base import HandleBase
+from agentkv.client.handle_state import HandleState
+from agentkv.client.leaving import not_hiding
+from agentkv.client.messages import NO_LABELS, Continuation, SamplingOptions
+from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released
+
+
+class AsyncContextHandle(HandleBase):
+    """One context of a server.
+
+    Leaving its `async with` releases it and every branch made from it through handles, the newest
+    first, but for those that were detached. Every call takes a `timeout` in seconds, retries
+    included; None takes the client's. Every call may raise AgentKVError. Cancelling a call ends it
+    on the server; where that leaves the context is the server's to say: `refresh`. A handle is for
+    one task at a time; different handles may be used at once.
+    """
+
+    def __init__(self, driver: AsyncDriver, state: HandleState) -> None:
+        super().__init__(state)
+        self._driver = driver
+
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
+        timeout: float | None = None,
+    ) -> AsyncContextGroup:
+        """Makes branches that share every token of this context below `at`; free in its length.
+
+        Args:
+            count: Number of branches, at least 1.
+            at: Position to fork at, in [0, length]; None forks at the length.
+            labels: Labels of every branch.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequest: `count` or `at` is out of range.
+            PoolExhausted: A limit of contexts or of depth is reached.
+        """
+        branches = await self._driver.run(self._state.fork(count, at, labels, timeout))
+        return AsyncContextGroup(self._driver, [self._wrap(branch) for branch in branches])
+
+    async def fork_one(
+        self,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
+        timeout: float | None = None,
+    ) -> "AsyncContextHandle":
+        """Makes one branch; otherwise as `fork`."""
+        return (await self.fork(1, at=at, labels=labels, timeout=timeout))[0]
+
+    async def extend(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        logprobs: bool = False,
+        allow_special: bool = False,
+        timeout: float | None = None,
+    ) -> Extension:
+        """Appends tokens and computes their KV; all of them or none.
+
+        It is repeated when the server cannot be reached, and never appends twice. When a repeat
+        finds that the call whose answer was lost had succeeded, token ids are compared and the
+        answer is success, without usage; for text, or with `logprobs`, it is ContextMoved.
+
+        Args:
+            text: Text to tokenise and append; or
+            token_ids: token ids.
+            logprobs: Whether to report the log-probability of each appended token.
+            allow_special: Whether text of special tokens becomes those tokens.
+            timeout: Seconds.
+
+        Raises:
+            ContextMoved: The context is not at `length`: another handle changed it, or a call
+                that seemed to fail did not. `refresh`, and look.
+            ContextBusy: Another request is changing the context.
+            PoolExhausted: There are no blocks, or no place in the queue.
+        """
+        return await self._driver.run(
+            self._state.extend(text, token_ids, logprobs, allow_special, timeout)
+        )
+
+    def generate(
+        self, *, timeout: float | None = None, **options: Unpack[SamplingOptions]
+    ) -> AsyncGenerateStream:
+        """Starts to generate, and returns the stream at once.
+
+        Args:
+            timeout: Seconds for the whole stream.
+            options: Fields of SamplingParams: max_tokens, temperature, seed, stop, ...
+
+        Raises:
+            InvalidRequest: An option is out of range. Everything else is raised by the stream.
+        """
+        return AsyncGenerateStream(
+            self._driver,
+            GenerateState(self._state, self._driver.transport.stream, options, timeout),
+        )
+
+    async def complete(
+        self, *, timeout: float | None = None, **options: Unpack[SamplingOptions]
+    ) -> Completion:
+        """Generates to the end and returns everything; otherwise as `generate`."""
+        async with self.generate(timeout=timeout, **options) as stream:
+            return await stream.result()
+
+    def generate_branches(
+        self,
+        count: int,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
+        timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncBranchStream:
+        """Starts to fork and to generate on every branch, in one call; returns at once.
+
+        Args:
+            count: Number of branches, at least 1.
+            at: Position to fork at, in [0, length]; None forks at the length.
+            labels: Labels of every branch.
+            timeout: Seconds for the whole stream.
+            options: Fields of SamplingParams, for each branch; branch i draws from a random
+                stream of its own.
+
+        Raises:
+            InvalidRequest: An option is out of range. Everything else is raised by the stream.
+        """
+        state = BranchesState(
+            self._state, self._driver.transport.stream, count, at, labels, options, timeout
+        )
+        return AsyncBranchStream(self._driver, state, self._wrap)
+
+    async def complete_branches(
+        self,
+        count: int,
+        *,
+        at: int | None = None,
+        labels: Mapping[str, str] = NO_LABELS,
+        timeout: float | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> "list[GeneratedBranch[AsyncContextHandle]]":
+        """Forks, generates on every branch and returns them; otherwise as `generate_branches`."""
+        async with self.generate_branches(
+            count, at=at, labels=labels, timeout=timeout, **options
+        ) as stream:
+            return await stream.result()
+
+    async def score(
+        self,
+        continuations: Sequence[Continuation],
+        *,
+        allow_special: bool = False,
+        timeout: float | None = None,
+    ) -> list[ContinuationScore]:
+        """Computes the log-probabilities of continuations, as each alone would follow.
+
+        Args:
+            continuations: Texts or lists of token ids, none empty.
+            allow_special: Whether text of special tokens becomes those tokens.
+            timeout: Seconds.
+        """
+        return await self._driver.run(self._state.score(continuations, allow_special, timeout))
+
+    async def read_tokens(self, start: int = 0, *, timeout: float | None = None) -> list[int]:
+        """Reads the committed tokens in [start, length): what a cut stream did not deliver, too.
+
+        Raises:
+            InvalidRequest: `start` is beyond the length.
+        """
+        return await self._driver.run(self._state.read_tokens(start, timeout))
+
+    async def truncate(self, length: int, *, timeout: float | None = None) -> ContextInfo:
+        """Drops every token at or beyond `length`; branches keep theirs.
+
+        Raises:
+            ContextMoved: The context is not at the length this handle believes in.
+            InvalidRequest: `length` is beyond the context's.
+        """
+        return await self._driver.run(self._state.truncate(length, timeout))
+
+    async def release(self, *, recursive: bool = False, timeout: float | None = None) -> Released:
+        """Releases the context; its branches live on. Releasing twice is fine.
+
+        Args:
+            recursive: Whether to release everything forked from it too, by whomever.
+            timeout: Seconds.
+        """
+        return await self._driver.run(self._state.release(recursive, timeout))
+
+    async def refresh(self, *, timeout: float | None = None) -> ContextInfo:
+        """Asks how the context is, and takes over its length.
+
+        Raises:
+            NotFound: It was released.
+        """
+        return await self._driver.run(self._state.refresh(timeout))
+
+    async def __aenter__(self) -> Self:
+        """Owns the context, if it does not yet, and returns this handle."""
+        return self._enter()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Releases what is owned; what is gone already is passed over."""
+        with not_hiding(error):
+            await self._driver.run(self._state.leave())
+
+    def _wrap(self, state: HandleState) -> "AsyncContextHandle":
+        return AsyncContextHandle(self._driver, state)

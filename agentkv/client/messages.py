@@ -1,0 +1,217 @@
+"""Requests of the wire from arguments of the SDK.
+
+It owns which arguments go together and refuses what no message can carry; ranges that depend on
+the server or the model are checked there. Sampling options are checked by `SamplingParams`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypedDict
+
+from agentkv.errors import InvalidRequest
+from agentkv.sampling_params import SamplingParams
+from agentkv.v1 import agentkv_pb2 as pb
+
+ChatTurn = Mapping[str, str]
+"""One turn of a conversation: `{"role": ..., "content": ...}`."""
+Continuation = str | Sequence[int]
+"""Text, or token ids."""
+
+NO_LABELS: Mapping[str, str] = {}
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of a generation, by name; `SamplingParams` says what each means and its default."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str]
+    """One text, or several."""
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: bool
+
+
+def create(
+    text: str | None,
+    messages: Sequence[ChatTurn] | None,
+    token_ids: Sequence[int] | None,
+    *,
+    add_generation_prompt: bool,
+    allow_special: bool,
+    labels: Mapping[str, str],
+    request_id: str,
+) -> pb.CreateRequest:
+    """Builds a Create request from exactly one form of prompt."""
+    _require_one(text=text, messages=messages, token_ids=token_ids)
+    with _refusing_bad_values():
+        request = pb.CreateRequest(
+            messages=None if messages is None else _chat(messages, add_generation_prompt),
+            token_ids=_ids(token_ids),
+            labels=labels,
+            request_id=request_id,
+            allow_special=allow_special,
+        )
+        if text is not None:
+            request.text = _checked_text(text)
+        return request
+
+
+def fork(
+    context_id: str, count: int, at: int | None, labels: Mapping[str, str], request_id: str
+) -> pb.ForkRequest:
+    """Builds a Fork request."""
+    with _refusing_bad_values():
+        return pb.ForkRequest(
+            context_id=context_id, count=count, at=at, labels=labels, request_id=request_id
+        )
+
+
+def extend(
+    context_id: str,
+    text: str | None,
+    token_ids: Sequence[int] | None,
+    *,
+    expected_length: int,
+    logprobs: bool,
+    allow_special: bool,
+) -> pb.ExtendRequest:
+    """Builds an Extend request from exactly one form of input."""
+    _require_one(text=text, token_ids=token_ids)
+    with _refusing_bad_values():
+        request = pb.ExtendRequest(
+            context_id=context_id,
+            token_ids=_ids(token_ids),
+            expected_length=expected_length,
+            logprobs=logprobs,
+            allow_special=allow_special,
+        )
+        if text is not None:
+            request.text = _checked_text(text)
+        return request
+
+
+def generate(context_id: str, options: SamplingOptions) -> pb.GenerateRequest:
+    """Builds a Generate request; the expected length is set when it is sent."""
+    return pb.GenerateRequest(context_id=context_id, sampling=_sampling(options))
+
+
+def generate_branches(
+    context_id: str,
+    count: int,
+    at: int | None,
+    labels: Mapping[str, str],
+    options: SamplingOptions,
+) -> pb.GenerateBranchesRequest:
+    """Builds a GenerateBranches request."""
+    sampling = _sampling(options)
+    with _refusing_bad_values():
+        return pb.GenerateBranchesRequest(
+            context_id=context_id, count=count, at=at, sampling=sampling, labels=labels
+        )
+
+
+def score(
+    context_id: str, continuations: Sequence[Continuation], *, allow_special: bool
+) -> pb.ScoreRequest:
+    """Builds a Score request; a bare text in place of a list of them is refused."""
+    if isinstance(continuations, str):
+        raise InvalidRequest("continuations must be a list of texts or token lists, not one text.")
+    with _refusing_bad_values():
+        return pb.ScoreRequest(
+            context_id=context_id,
+            continuations=[_continuation(item) for item in continuations],
+            allow_special=allow_special,
+        )
+
+
+def truncate(context_id: str, length: int, *, expected_length: int) -> pb.TruncateRequest:
+    """Builds a Truncate request."""
+    with _refusing_bad_values():
+        return pb.TruncateRequest(
+            context_id=context_id, length=length, expected_length=expected_length
+        )
+
+
+def get(context_id: str, tokens_from: int | None = None) -> pb.GetRequest:
+    """Builds a Get request, for the tokens from a position on if one is given."""
+    with _refusing_bad_values():
+        return pb.GetRequest(context_id=context_id, tokens_from=tokens_from)
+
+
+def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb.ListRequest:
+    """Builds a List request for one page."""
+    with _refusing_bad_values():
+        return pb.ListRequest(root_id=root_id, page_size=page_size, page_token=page_token)
+
+
+def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
+    given: dict[str, Any] = dict(options)
+    stop = options.get("stop", ())
+    # A text is a sequence of texts as well, of one letter each, which nobody means.
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given["stop_token_ids"] = tuple(options.get("stop_token_ids", ()))
+    params = SamplingParams(**given)
+    with _refusing_bad_values():
+        return pb.SamplingOptions(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs,
+        )
+
+
+def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatMessages:
+    for number, turn in enumerate(messages):
+        if set(turn) != {"role", "content"}:
+            raise InvalidRequest(
+                f"messages[{number}] must have exactly role and content, has {sorted(turn)}.",
+                violations={f"messages[{number}]": "must have exactly role and content"},
+            )
+    return pb.ChatMessages(
+        messages=[pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages],
+        add_generation_prompt=add_generation_prompt,
+    )
+
+
+def _continuation(item: Continuation) -> pb.Continuation:
+    if isinstance(item, str):
+        return pb.Continuation(text=item)
+    return pb.Continuation(token_ids=_ids(item))
+
+
+def _checked_text(text: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str, not {type(text).__name__}; for ids use token_ids=.")
+    return text
+
+
+def _ids(token_ids: Sequence[int] | None) -> pb.TokenIds | None:
+    return None if token_ids is None else pb.TokenIds(ids=token_ids)
+
+
+def _require_one(**forms: object) -> None:
+    given = [name for name, value in forms.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"Give exactly one of {', '.join(forms)}; got {', '.join(given) or 'none'}."
+        )
+
+
+@contextmanager
+def _refusing_bad_values() -> Iterator[None]:
+    """Turns what a message cannot carry (a negative count, half a surrogate) into our error."""
+    try:
+        yield
+    except ValueError as error:  # covers UnicodeError
+        raise InvalidRequest(f"A value cannot be sent: {error}.") from error

@@ -1,0 +1,81 @@
+"""What a server says about itself: frozen values, named as on the wire."""
+
+from dataclasses import dataclass
+
+from agentkv.client.values import PoolInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a client may want to know of the model."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    """Width of the logits: every token id is below it."""
+    max_length: int
+    """Most committed tokens of one context."""
+    num_layers: int
+    """Attention layers that keep KV."""
+    dtype: str
+    bytes_per_block: int
+    """Bytes one block takes, all layers."""
+    has_chat_template: bool
+    """Whether create takes messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsInfo:
+    """What one tenant or one call may ask for."""
+
+    max_contexts: int
+    """Contexts one tenant may hold."""
+    max_fork_count: int
+    """Branches of one call."""
+    max_depth: int
+    """Forks between a context and its root."""
+    max_continuations: int
+    """Continuations of one score."""
+    max_release_count: int
+    """Contexts named by one release."""
+    max_page_size: int
+    max_labels: int
+    max_request_bytes: int
+    max_deadline: float
+    """Seconds one call may take, whatever its deadline."""
+    stall_timeout: float
+    """Seconds a stream may go unread before it ends with SLOW_READER."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountersInfo:
+    """Counts of the server at this moment or since it started."""
+
+    num_contexts: int
+    """Contexts of all tenants now."""
+    num_running: int
+    """Requests that run now."""
+    num_waiting: int
+    """Requests that wait now."""
+    computed_tokens: int
+    """Tokens the model ran since start."""
+    num_forks: int
+    """Contexts made by forking since start."""
+    num_block_copies: int
+    """Blocks copied on write since start."""
+    num_preemptions: int
+    """Requests that gave way to others since start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server: its model, pool, limits, the options it supports, and counters."""
+
+    server_version: str
+    api_versions: tuple[str, ...]
+    model: ModelInfo
+    pool: PoolInfo
+    limits: LimitsInfo
+    sampling_options: tuple[str, ...]
+    """Sampling options the server supports, by name."""
+    counters: CountersInfo

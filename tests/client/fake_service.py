@@ -1,0 +1,358 @@
+"""A ContextService in memory behind a real gRPC server, with faults on request.
+
+A token is a byte of the text. The model writes the alphabet: the token at position i is the letter
+number i modulo 26. No blocks, no tensors.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+
+from agentkv import status
+from agentkv.errors import AgentKVError, ContextMoved, InvalidRequest, NotFound
+from agentkv.v1 import agentkv_pb2 as pb
+from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
+
+ReplyT = TypeVar("ReplyT")
+
+BLOCK_SIZE = 4
+MAX_PAGE = 2
+MAX_TOKENS = 4
+
+
+@dataclass
+class Fault:
+    """How one call goes wrong."""
+
+    error: AgentKVError | grpc.StatusCode
+    is_late: bool = False
+    """Whether the work is done first, so that only the answer is lost."""
+    after_messages: int = 0
+    """Messages of a stream that are sent before it."""
+
+
+class Hang(Fault):
+    """The call is not answered until the client gives up."""
+
+    def __init__(self, after_messages: int = 0) -> None:
+        super().__init__(grpc.StatusCode.CANCELLED, after_messages=after_messages)
+
+
+@dataclass
+class FakeContext:
+    """One context: its tokens and what the wire shows of it."""
+
+    tokens: list[int]
+    parent_id: str | None = None
+    root_id: str = ""
+    fork_position: int = 0
+    labels: dict[str, str] = field(default_factory=dict)
+    num_busy_looks: int = 0
+    """How many more times it shows itself as busy."""
+
+
+class FakeService(pb_grpc.ContextServiceServicer):
+    """Answers every method; `faults[method]` are used up one by one, in order."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[str, FakeContext] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self.faults: dict[str, deque[Fault]] = defaultdict(deque)
+        self.replies: dict[str, Any] = {}
+        self.hangs = threading.Event()
+        """Set when a call has come to its Hang."""
+        self.was_cancelled = threading.Event()
+        """Set when a call with a Hang is over for the client."""
+        self.ends_early = False
+        """Whether Generate ends well, but without a finish."""
+        self._num_made = 0
+
+    def requests(self, method: str) -> list[Any]:
+        """Lists the requests of one method, in order of arrival."""
+        return [request for name, request in self.calls if name == method]
+
+    def Create(self, request: pb.CreateRequest, rpc: Any) -> pb.CreateResponse:
+        with self._handling("Create", request, rpc):
+            return self._once(request.request_id, lambda: self._create(request))
+
+    def Fork(self, request: pb.ForkRequest, rpc: Any) -> pb.ForkResponse:
+        with self._handling("Fork", request, rpc):
+            return self._once(
+                request.request_id,
+                lambda: pb.ForkResponse(contexts=self._fork(request), pool=self._pool()),
+            )
+
+    def Extend(self, request: pb.ExtendRequest, rpc: Any) -> pb.ExtendResponse:
+        with self._handling("Extend", request, rpc):
+            context = self._at(request)
+            tokens = _tokens(request)
+            context.tokens.extend(tokens)
+            return pb.ExtendResponse(
+                context=self._view(request.context_id),
+                usage=pb.Usage(computed_tokens=len(tokens)),
+                pool=self._pool(),
+                logprobs=[-0.5] * len(tokens) if request.logprobs else [],
+            )
+
+    def Generate(self, request: pb.GenerateRequest, rpc: Any) -> Iterator[pb.GenerateResponse]:
+        with self._handling("Generate", request, rpc) as fault:
+            context = self._at(request)
+            for number in range(request.sampling.max_tokens):
+                self._maybe_fail(fault, number, rpc)
+                yield pb.GenerateResponse(chunk=_step(context, 0, request.sampling))
+            if self.ends_early:
+                return
+            yield pb.GenerateResponse(
+                finish=self._finish(0, request.context_id, request.sampling.max_tokens)
+            )
+
+    def GenerateBranches(
+        self, request: pb.GenerateBranchesRequest, rpc: Any
+    ) -> Iterator[pb.GenerateBranchesResponse]:
+        with self._handling("GenerateBranches", request, rpc) as fault:
+            branches = self._fork(request)
+            yield pb.GenerateBranchesResponse(contexts=branches)
+            for number in range(request.sampling.max_tokens):
+                self._maybe_fail(fault, number + 1, rpc)
+                chunks = [
+                    _step(self.contexts[branch.id], index, request.sampling)
+                    for index, branch in enumerate(branches)
+                ]
+                yield pb.GenerateBranchesResponse(chunks=chunks)
+            for index, branch in enumerate(branches):
+                finish = self._finish(index, branch.id, request.sampling.max_tokens)
+                if branch.labels.get("fails") == str(index):
+                    finish.reason = pb.FINISH_REASON_ERROR
+                    finish.error.reason = "KV_BLOCKS_EXHAUSTED"
+                    finish.error.metadata["need"] = "3"
+                yield pb.GenerateBranchesResponse(finishes=[finish])
+
+    def Score(self, request: pb.ScoreRequest, rpc: Any) -> pb.ScoreResponse:
+        with self._handling("Score", request, rpc):
+            scores = [
+                pb.ContinuationScore(
+                    token_ids=_tokens(item),
+                    logprobs=[-0.5] * len(_tokens(item)),
+                    total=-0.5 * len(_tokens(item)),
+                )
+                for item in request.continuations
+            ]
+            return pb.ScoreResponse(scores=scores, usage=pb.Usage(computed_tokens=1))
+
+    def Truncate(self, request: pb.TruncateRequest, rpc: Any) -> pb.TruncateResponse:
+        with self._handling("Truncate", request, rpc):
+            del self._at(request).tokens[request.length :]
+            return pb.TruncateResponse(context=self._view(request.context_id), pool=self._pool())
+
+    def Release(self, request: pb.ReleaseRequest, rpc: Any) -> pb.ReleaseResponse:
+        with self._handling("Release", request, rpc):
+            assert request.allow_missing
+            gone = [id for id in request.context_ids if self.contexts.pop(id, None)]
+            return pb.ReleaseResponse(num_released=len(gone), pool=self._pool())
+
+    def Get(self, request: pb.GetRequest, rpc: Any) -> pb.GetResponse:
+        with self._handling("Get", request, rpc):
+            tokens = self._find(request.context_id).tokens
+            start = request.tokens_from if request.HasField("tokens_from") else len(tokens)
+            return pb.GetResponse(
+                context=self._view(request.context_id),
+                token_ids=tokens[start : start + MAX_TOKENS],
+            )
+
+    def List(self, request: pb.ListRequest, rpc: Any) -> pb.ListResponse:
+        with self._handling("List", request, rpc):
+            ids = [
+                id
+                for id, context in self.contexts.items()
+                if not request.HasField("root_id") or context.root_id == request.root_id
+            ]
+            start = int(request.page_token or "0")
+            end = start + MAX_PAGE
+            return pb.ListResponse(
+                contexts=[self._view(id) for id in ids[start:end]],
+                next_page_token=str(end) if end < len(ids) else "",
+            )
+
+    def GetServerInfo(self, request: pb.GetServerInfoRequest, rpc: Any) -> pb.GetServerInfoResponse:
+        with self._handling("GetServerInfo", request, rpc):
+            return pb.GetServerInfoResponse(
+                server_version="9.8.7",
+                api_versions=["agentkv.v1"],
+                model=pb.Model(
+                    name="alphabet",
+                    architecture="Alphabet",
+                    vocab_size=256,
+                    max_length=8192,
+                    num_layers=2,
+                    dtype="float32",
+                    bytes_per_block=2048,
+                    has_chat_template=True,
+                ),
+                pool=self._pool(),
+                limits=pb.Limits(max_contexts=100, max_deadline=600.0),
+                sampling_options=["max_tokens"],
+                counters=pb.Counters(num_contexts=len(self.contexts), num_forks=3),
+            )
+
+    # -- inside ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _handling(self, method: str, request: Any, rpc: Any) -> Iterator[Fault | None]:
+        """Records the call, and ends it as its fault says or as what is raised inside says."""
+        self.calls.append((method, request))
+        fault = self.faults[method].popleft() if self.faults[method] else None
+        if isinstance(fault, Hang) and not rpc.add_callback(self.was_cancelled.set):
+            self.was_cancelled.set()  # it is over already
+        try:
+            if fault and not fault.is_late and not fault.after_messages:
+                self._fail(fault, rpc)
+            yield fault
+            if fault and fault.is_late:
+                self._fail(fault, rpc)
+        except AgentKVError as error:
+            _abort(error, rpc)
+
+    def _maybe_fail(self, fault: Fault | None, number: int, rpc: Any) -> None:
+        if fault and fault.after_messages == number:
+            self._fail(fault, rpc)
+
+    def _fail(self, fault: Fault, rpc: Any) -> None:
+        if isinstance(fault, Hang):
+            self.hangs.set()
+            self.was_cancelled.wait(5)
+        _abort(fault.error, rpc)
+
+    def _once(self, request_id: str, work: Callable[[], ReplyT]) -> ReplyT:
+        assert request_id
+        if request_id not in self.replies:
+            self.replies[request_id] = work()
+        reply: ReplyT = self.replies[request_id]
+        return reply
+
+    def _create(self, request: pb.CreateRequest) -> pb.CreateResponse:
+        tokens = _tokens(request)
+        id = self._new_id()
+        self.contexts[id] = FakeContext(tokens, root_id=id, labels=dict(request.labels))
+        usage = pb.Usage(computed_tokens=len(tokens) - 1, cached_tokens=1)
+        return pb.CreateResponse(context=self._view(id), usage=usage, pool=self._pool())
+
+    def _fork(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> list[pb.Context]:
+        parent = self._find(request.context_id)
+        at = request.at if request.HasField("at") else len(parent.tokens)
+        ids = [self._new_id() for _ in range(request.count)]
+        for id in ids:
+            self.contexts[id] = FakeContext(
+                parent.tokens[:at],
+                parent_id=request.context_id,
+                root_id=parent.root_id,
+                fork_position=at,
+                labels=dict(request.labels),
+            )
+        return [self._view(id) for id in ids]
+
+    def _new_id(self) -> str:
+        self._num_made += 1
+        return f"r1.context-{self._num_made}"
+
+    def _find(self, id: str) -> FakeContext:
+        if id not in self.contexts:
+            raise NotFound(f"There is no context {id}.")
+        return self.contexts[id]
+
+    def _at(
+        self, request: pb.ExtendRequest | pb.GenerateRequest | pb.TruncateRequest
+    ) -> FakeContext:
+        context = self._find(request.context_id)
+        if request.HasField("expected_length") and request.expected_length != len(context.tokens):
+            raise ContextMoved("Moved.", metadata={"actual_length": len(context.tokens)})
+        return context
+
+    def _view(self, id: str) -> pb.Context:
+        context = self._find(id)
+        context.num_busy_looks -= 1
+        view = pb.Context(
+            id=id,
+            parent_id=context.parent_id,
+            fork_position=context.fork_position,
+            root_id=context.root_id,
+            depth=0 if context.parent_id is None else 1,
+            length=len(context.tokens),
+            num_computed_tokens=len(context.tokens),
+            private_blocks=1,
+            shared_blocks=context.fork_position // BLOCK_SIZE,
+            residency=pb.RESIDENCY_DEVICE,
+            busy=context.num_busy_looks >= 0,
+            labels=context.labels,
+        )
+        view.create_time.FromSeconds(1_700_000_000)
+        return view
+
+    def _pool(self) -> pb.Pool:
+        live = min(len(self.contexts), 60)
+        return pb.Pool(
+            total_blocks=64,
+            free_blocks=60 - live,
+            live_blocks=live,
+            cached_blocks=4,
+            block_size=BLOCK_SIZE,
+            used_slots=live,
+        )
+
+    def _finish(self, branch: int, id: str, generated: int) -> pb.Finish:
+        return pb.Finish(
+            branch=branch,
+            reason=pb.FINISH_REASON_LENGTH,
+            context=self._view(id) if id in self.contexts else None,
+            usage=pb.Usage(computed_tokens=generated, generated_tokens=generated),
+            seed=7 + branch,
+            pool=self._pool(),
+        )
+
+
+@contextmanager
+def serving(service: FakeService) -> Iterator[str]:
+    """Serves on a loopback port while the block runs, and gives its address."""
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
+    pb_grpc.add_ContextServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb.Chunk:
+    token = ord("a") + len(context.tokens) % 26
+    context.tokens.append(token)
+    return pb.Chunk(
+        branch=branch,
+        token_ids=[token],
+        text=chr(token),
+        logprobs=[-0.25] if sampling.logprobs else [],
+    )
+
+
+def _tokens(request: pb.CreateRequest | pb.ExtendRequest | pb.Continuation) -> list[int]:
+    if isinstance(request, pb.CreateRequest) and request.HasField("messages"):
+        turns = request.messages.messages
+        return list("".join(f"<{turn.role}>{turn.content}" for turn in turns).encode())
+    tokens = list(request.token_ids.ids) if request.HasField("token_ids") else request.text.encode()
+    if not tokens:
+        raise InvalidRequest("Empty.", violations={"text": "must not be empty"})
+    return list(tokens)
+
+
+def _abort(error: AgentKVError | grpc.StatusCode, rpc: Any) -> None:
+    """Ends a call like a server of ours, or like gRPC itself."""
+    if isinstance(error, grpc.StatusCode):
+        rpc.abort(error, "scripted")
+    else:
+        rpc.set_trailing_metadata(status.trailing_metadata(error))
+        rpc.abort(status.code_of(error), status.to_status(error).message)

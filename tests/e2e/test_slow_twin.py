@@ -1,0 +1,137 @@
+"""Any tree of branches equals plain transformers on each leaf's own tokens: the proof of it all.
+
+Hypothesis draws programs of verbs, steps and cancellations on a pool far too small for what they
+hold, so that prefix cache is hit and evicted, idle contexts give way, and requests are preempted
+and recomputed. Every token and log-probability that comes out is compared with the twin's.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from slow_twin import PlainModel, TwinBench
+from tiny_engines import TinyEngine
+from tiny_models import VOCAB_SIZE, build_tiny_model
+from transformers import PreTrainedModel
+
+from agentkv.config import SchedulerConfig
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 16
+LONGEST = 54
+"""Tokens of a context in a program: with what its check adds, it fits when all others give way."""
+MOST_CONTEXTS = 12
+SHARED = [[(7 * i + 31 * base * i * i + base) % VOCAB_SIZE for i in range(40)] for base in (1, 2)]
+"""Two texts that prompts begin with, so that prefixes are found in the cache."""
+VERBS = (
+    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "branches", "score"),
+    *("truncate", "release", "cancel", "step", "step", "run", "flush"),
+)
+
+
+class Action(NamedTuple):
+    """One move of a program; what each number means depends on the verb."""
+
+    verb: str
+    pick: int
+    share: int
+    number: int
+    tokens: tuple[int, ...]
+
+
+ACTIONS = st.builds(
+    Action,
+    verb=st.sampled_from(VERBS),
+    pick=st.integers(0, MOST_CONTEXTS - 1),
+    share=st.integers(0, 40),
+    number=st.integers(1, 3),
+    tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9).map(tuple),
+)
+
+
+@cache
+def models(family: str) -> tuple[PlainModel, PreTrainedModel]:
+    return PlainModel.of(family), build_tiny_model(family)
+
+
+def act(bench: TwinBench, action: Action) -> None:
+    """Does one move, or nothing when there is no context it could apply to."""
+    verb, pick, share, number, tokens = action
+    is_full = len(bench.tokens) + number > MOST_CONTEXTS
+    if verb == "create" and not is_full:
+        bench.create([*SHARED[pick % 2][:share], *tokens])
+    elif verb == "step":
+        for _ in range(number):
+            bench.step()
+    elif verb == "run":
+        bench.run()
+    elif verb == "flush":
+        bench.engine.flush_cache()
+    elif verb == "cancel" and bench.pending:
+        bench.cancel(bench.pending[pick % len(bench.pending)])
+    elif verb in {"fork", "branches", "score", "release"} and bench.tokens:
+        act_on_any(bench, action, is_full=is_full)
+    elif bench.idle:
+        act_on_idle(bench, action)
+
+
+def act_on_any(bench: TwinBench, action: Action, *, is_full: bool) -> None:
+    """Verbs that a context takes while it is busy too."""
+    verb, pick, share, number, tokens = action
+    name = list(bench.tokens)[pick % len(bench.tokens)]
+    length = len(bench.tokens[name])
+    at = max(1, length - share) if share % 2 else None
+    if verb == "fork" and not is_full:
+        bench.fork(name, count=number, at=max(0, length - share))
+    elif verb == "branches" and not is_full and 0 < length < LONGEST - 4:
+        bench.generate_branches(name, number, 1 + share % 4, at=at)
+    elif verb == "score" and 0 < length < LONGEST - len(tokens):
+        bench.score(name, [tokens, tokens[::-1], tokens[: 1 + share % len(tokens)]][:number])
+    elif verb == "release":
+        bench.release(name)
+
+
+def act_on_idle(bench: TwinBench, action: Action) -> None:
+    """Verbs that change a context."""
+    verb, pick, share, _, tokens = action
+    name = bench.idle[pick % len(bench.idle)]
+    length = len(bench.tokens[name])
+    if verb == "truncate":
+        bench.truncate(name, max(0, length - share))
+    elif verb == "extend" and length < LONGEST - len(tokens):
+        bench.extend(name, tokens, logprobs=share % 2 == 0)
+    elif verb == "generate" and 0 < length < LONGEST - 8:
+        sampled = {"temperature": 1.0, "seed": share} if share % 3 == 0 else {}
+        bench.generate(name, 1 + share % 8, **sampled)
+
+
+def run_program(family: str, program: Sequence[Action]) -> TwinBench:
+    """Runs a program to its end, compares every leaf, and gives everything back."""
+    plain, model = models(family)
+    scheduler = SchedulerConfig(token_budget=24, chunk_size=7)
+    made = TinyEngine(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, scheduler=scheduler)
+    bench = TwinBench(plain, made)
+    for action in program:
+        note(f"{action}")
+        act(bench, action)
+    bench.run()
+    bench.check_leaves(SHARED[0][3:9])
+    bench.close()
+    return bench
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3"])
+@settings(
+    max_examples=30,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(program=st.lists(ACTIONS, min_size=25, max_size=60))
+def test_any_tree_equals_its_twin(family: str, program: Sequence[Action]) -> None:
+    """Catches whatever makes a branch differ from the same tokens run alone."""
+    run_program(family, program)

@@ -1,0 +1,437 @@
+"""All engine operations in any order, against a model of plain lists.
+
+The model knows nothing of blocks: a context is a list of tokens. After each rule the audit
+compares bookkeeping with simulated KV, and every context with its list; at the end everything is
+released and the pool must be whole. Pools are small, so that cache is evicted, idle contexts
+give way, requests are preempted and some are refused.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from bench import TENANT, Bench
+from fakes import continuation, logprob, next_token
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from agentkv.config import LimitsConfig
+from agentkv.core.request import Request, RequestStatus
+from agentkv.core.views import ContextView
+from agentkv.engine.operations import Commit, Generation, Operation, Scoring
+from agentkv.engine.outputs import Branches, Chunk, Finish
+from agentkv.errors import AgentKVError, PoolExhausted, Reason
+from agentkv.sampling_params import SamplingParams
+
+MAX_LENGTH = 60
+MAX_CONTEXTS = 14
+picks = st.integers(0, 10_000)
+some_steps = st.sampled_from([0, 0, 1, 2, 5, 30])
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+
+
+class StepFailed(Exception):
+    """A fault of the device."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """An operation in progress, and what it will have done."""
+
+    operation: Operation
+    ids: list[str]
+    """Contexts that it changes; none for Score."""
+    tokens: list[int] = field(default_factory=list)
+    """Given tokens, committed all at once."""
+    base: list[int] = field(default_factory=list)
+    """Tokens before those that are scored."""
+    continuations: list[list[int]] = field(default_factory=list)
+    is_create: bool = False
+    num_finished: int = 0
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Rules are the verbs, at any moment."""
+
+    bench: Bench
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[str, list[int]] = {}
+        self.parents: dict[str, str | None] = {}
+        self.pending: list[Pending] = []
+        self.fault = ""
+        self.fault_in = 0
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        num_blocks=st.sampled_from([6, 9, 14, 40]),
+        chunk=st.sampled_from([3, 8, 64]),
+        budget=st.sampled_from([4, 16, 64]),
+        watermark=st.sampled_from([0, 0, 1]),
+    )
+    def start(
+        self, block_size: int, num_blocks: int, chunk: int, budget: int, watermark: int
+    ) -> None:
+        self.bench = Bench(
+            num_blocks,
+            block_size,
+            chunk=chunk,
+            budget=budget,
+            watermark=watermark,
+            max_length=MAX_LENGTH,
+            max_waiting=6,
+            limits=LimitsConfig(max_contexts=MAX_CONTEXTS, max_depth=5),
+        )
+        self.bench.runner.before_step = lambda batch: self._fail("before")
+        self.bench.runner.after_writes = lambda batch: self._fail("after")
+        self.create(0, 0, [0, 1, 2, 0, 1], pinned=False, then=4)
+        self.create(0, 3, [2] * 7, pinned=False, then=4)
+
+    # -- verbs -------------------------------------------------------------------------------
+
+    @rule(
+        pick=picks,
+        cut=picks,
+        tokens=few_tokens,
+        pinned=st.sampled_from([False] * 7 + [True]),
+        then=some_steps,
+    )
+    def create(self, pick: int, cut: int, tokens: list[int], pinned: bool, then: int) -> None:
+        base = self.model[self._pick(pick)] if self.model else []
+        tokens = base[: cut % (len(base) + 1)] + tokens
+        with self._unchanged_if_refused():
+            operation = self.bench.engine.create(TENANT, tokens, pinned=pinned)
+            context_id = operation.requests[0].context.id
+            self.model[context_id], self.parents[context_id] = [], None
+            self.pending.append(Pending(operation, [context_id], tokens, is_create=True))
+        self.step(then)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, at=st.none() | picks, count=st.integers(1, 3))
+    def fork(self, pick: int, at: int | None, count: int) -> None:
+        context_id = self._pick(pick)
+        tokens = self.model[context_id]
+        position = None if at is None else at % (len(tokens) + 1)
+        before = self.bench.pool_view
+        with self._unchanged_if_refused(Reason.TENANT_QUOTA):
+            views = self.bench.engine.fork(TENANT, context_id, count=count, at=position)
+            for view in views:
+                self.model[view.id], self.parents[view.id] = tokens[:position], context_id
+        after = self.bench.pool_view
+        assert (before.free, before.live, before.pinned) <= (after.free, after.live, after.pinned)
+        assert before.free == after.free, "a fork took a block"
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, tokens=few_tokens, logprobs=st.booleans(), then=some_steps)
+    def extend(self, pick: int, tokens: list[int], logprobs: bool, then: int) -> None:
+        context_id = self._pick(pick)
+        with self._unchanged_if_refused():
+            operation = self.bench.engine.extend(TENANT, context_id, tokens, logprobs=logprobs)
+            base = list(self.model[context_id]) if logprobs else []
+            self.pending.append(Pending(operation, [context_id], tokens, base))
+        self.step(then)
+
+    @precondition(lambda self: self.model)
+    @rule(
+        pick=picks,
+        max_tokens=st.integers(1, 12),
+        seed=st.none() | st.integers(1, 3),
+        stop_after=st.none() | st.integers(1, 4),
+        then=some_steps,
+    )
+    def generate(
+        self, pick: int, max_tokens: int, seed: int | None, stop_after: int | None, then: int
+    ) -> None:
+        context_id = self._pick(pick)
+        params = self._params(context_id, max_tokens, seed, stop_after)
+        with self._unchanged_if_refused():
+            operation = self.bench.engine.generate(TENANT, context_id, params)
+            self.pending.append(Pending(operation, [context_id]))
+        self.step(then)
+
+    @precondition(lambda self: self.model)
+    @rule(
+        pick=picks,
+        count=st.integers(1, 4),
+        at=st.none() | picks,
+        max_tokens=st.integers(1, 8),
+        seed=st.none() | st.just(7),
+        then=some_steps,
+    )
+    def generate_branches(
+        self, pick: int, count: int, at: int | None, max_tokens: int, seed: int | None, then: int
+    ) -> None:
+        context_id = self._pick(pick)
+        tokens = self.model[context_id]
+        position = None if at is None else at % (len(tokens) + 1)
+        params = self._params(context_id, max_tokens, seed, None)
+        with self._unchanged_if_refused():
+            operation = self.bench.engine.generate_branches(
+                TENANT, context_id, count, params, at=position
+            )
+            ids = [request.context.id for request in operation.requests]
+            for child_id in ids:
+                self.model[child_id], self.parents[child_id] = tokens[:position], context_id
+            self.pending.append(Pending(operation, ids))
+        self.step(then)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, continuations=st.lists(few_tokens, min_size=1, max_size=3), then=some_steps)
+    def score(self, pick: int, continuations: list[list[int]], then: int) -> None:
+        context_id = self._pick(pick)
+        with self._unchanged_if_refused():
+            operation = self.bench.engine.score(TENANT, context_id, continuations)
+            base = list(self.model[context_id])
+            self.pending.append(Pending(operation, [], base=base, continuations=continuations))
+        self.step(then)
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, length=picks)
+    def truncate(self, pick: int, length: int) -> None:
+        context_id = self._pick(pick)
+        length %= len(self.model[context_id]) + 2
+        with self._unchanged_if_refused(Reason.POSITION_OUT_OF_RANGE, Reason.CONTEXT_BUSY):
+            view = self.bench.engine.truncate(TENANT, context_id, length)
+            assert view.length == length
+            del self.model[context_id][length:]
+
+    @precondition(lambda self: self.model)
+    @rule(pick=picks, other=st.none() | picks, recursive=st.booleans())
+    def release(self, pick: int, other: int | None, recursive: bool) -> None:
+        ids = {self._pick(pick), self._pick(pick if other is None else other)}
+        doomed = set(ids)
+        while recursive and (more := {c for c, p in self.parents.items() if p in doomed} - doomed):
+            doomed |= more
+        ended = {p.operation for p in self.pending if doomed & _running(p)}
+        released, reported = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        assert set(reported) == ended
+        assert released.num_released == len(doomed)
+        for context_id in doomed:
+            self._forget(context_id)
+
+        with self._unchanged_if_refused(Reason.CONTEXT_NOT_FOUND):
+            self.bench.engine.release(TENANT, [*self.model, *ids])
+            raise AssertionError("released twice")
+
+    # -- time --------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 9))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.bench.step()
+            self.take_in_all()
+
+    @rule()
+    def run_dry(self) -> None:
+        self.bench.drain()
+
+    @precondition(lambda self: self.pending)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        pending = self.pending[pick % len(self.pending)]
+        self._take_in(pending)
+        self.bench.engine.cancel(pending.operation)
+        assert pending.operation.is_done
+        if pending in self.pending:
+            self.pending.remove(pending)
+            if pending.is_create:
+                self._forget(pending.ids[0])
+
+    @rule()
+    def flush(self) -> None:
+        self.bench.engine.flush_cache()
+        assert self.bench.pool_view.cached == 0
+
+    @rule(moment=st.sampled_from(["before", "after"]), num_steps=st.integers(1, 12))
+    def arm_fault(self, moment: str, num_steps: int) -> None:
+        self.fault, self.fault_in = moment, num_steps
+
+    @rule(chance=st.sampled_from([0, 0, 3, 7]))
+    def arm_non_finite(self, chance: int) -> None:
+        self.bench.runner.non_finite = lambda sample: chance > 0 and sample.position % chance == 1
+
+    # -- what must hold ----------------------------------------------------------------------
+
+    @invariant()
+    def audit(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.take_in_all()
+        self.bench.audit()
+        assert {view.id for view in self._views()} == set(self.model)
+        busy = {context_id for pending in self.pending for context_id in _running(pending)}
+        for context_id, tokens in self.model.items():
+            assert self.bench.tokens(context_id) == tokens
+            view = self.bench.view(context_id)
+            assert view.length == len(tokens)
+            assert view.is_busy == (context_id in busy)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.fault = ""
+        self.bench.drain()
+        self.audit()
+        assert not self.pending
+        self.bench.end()
+
+    def take_in_all(self) -> None:
+        for pending in list(self.pending):
+            self._take_in(pending)
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _pick(self, pick: int) -> str:
+        ids = sorted(self.model, key=lambda context_id: int(context_id[1:]))
+        return ids[pick % len(ids)]
+
+    def _params(
+        self, context_id: str, max_tokens: int, seed: int | None, stop_after: int | None
+    ) -> SamplingParams:
+        stops = () if stop_after is None else continuation(self.model[context_id], stop_after)[-1:]
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0 if seed is None else 1,
+            seed=seed,
+            stop_token_ids=tuple(stops),
+            logprobs=True,
+        )
+
+    def _views(self) -> tuple[ContextView, ...]:
+        return self.bench.engine.list(TENANT, page_size=1000).contexts
+
+    def _fail(self, moment: str) -> None:
+        self.fault_in -= moment == "before"
+        if moment == self.fault and self.fault_in == 0:
+            raise StepFailed(moment)
+
+    @contextmanager
+    def _unchanged_if_refused(self, *reasons: Reason) -> Iterator[None]:
+        """Lets the block be refused, for these reasons if any are named, without a trace."""
+
+        def state() -> object:
+            pool = self.bench.pool_view
+            return self._views(), pool.live, pool.pinned, self.bench.engine.view().num_waiting
+
+        before = state()
+        try:
+            yield
+        except AgentKVError as error:
+            refusal = error
+        else:
+            return
+        assert not reasons or refusal.reason in reasons
+        _check_numbers(refusal)
+        assert state() == before, "a refused call left a trace"
+
+    def _take_in(self, pending: Pending) -> None:
+        """Compares what an operation has to say with the model, and notes its end."""
+        operation = pending.operation
+        if isinstance(operation, Generation):
+            self._take_in_generation(pending, operation)
+        if not operation.is_done or pending not in self.pending:
+            return
+        self.pending.remove(pending)
+        if isinstance(operation, Commit):
+            self._take_in_commit(pending, operation)
+        elif isinstance(operation, Scoring) and operation.error is None:
+            for scored, tokens in zip(operation.answer.scores, pending.continuations, strict=True):
+                assert list(scored.token_ids) == tokens
+                assert list(scored.logprobs) == _logprobs(pending.base, tokens)
+        elif isinstance(operation, Generation):
+            assert pending.num_finished == len(pending.ids)
+        if operation.error is not None:
+            _check_numbers(operation.error)
+
+    def _take_in_commit(self, pending: Pending, operation: Commit) -> None:
+        (context_id,) = pending.ids
+        if operation.error is not None:
+            if pending.is_create:
+                self._forget(context_id)
+            return
+        self.model[context_id] += pending.tokens
+        answer = operation.answer
+        assert answer.context.length == len(self.model[context_id])
+        if pending.base:
+            assert list(answer.logprobs) == _logprobs(pending.base, pending.tokens)
+        if pending.is_create:
+            usage = answer.usage
+            assert usage.computed_tokens + usage.cached_tokens >= len(pending.tokens)
+
+    def _take_in_generation(self, pending: Pending, operation: Generation) -> None:
+        for update in operation.take_news():
+            if isinstance(update, Branches):
+                assert [view.id for view in update.contexts] == pending.ids
+                continue
+            context_id = pending.ids[update.branch]
+            request = operation.requests[update.branch]
+            if isinstance(update, Chunk):
+                for token, value in zip(update.token_ids, update.logprobs, strict=True):
+                    self._commit_token(request, context_id, token, value)
+            elif isinstance(update, Finish):
+                pending.num_finished += 1
+                assert update.usage.generated_tokens == request.generated_tokens
+                if context_id in self.model and update.context is not None:
+                    assert update.context.length == len(self.model[context_id])
+                if update.error is not None:
+                    _check_numbers(update.error)
+
+    def _commit_token(self, request: Request, context_id: str, token: int, value: float) -> None:
+        tokens, params = self.model[context_id], request.params
+        assert params is not None
+        assert value == logprob(tokens, token)
+        assert token == next_token(tokens, None if params.is_greedy else request.stream)
+        tokens.append(token)
+
+    def _forget(self, context_id: str) -> None:
+        if context_id not in self.model:
+            return
+        del self.model[context_id], self.parents[context_id]
+        for child_id, parent_id in self.parents.items():
+            if parent_id == context_id:
+                self.parents[child_id] = None
+
+
+def _running(pending: Pending) -> set[str]:
+    """Contexts whose request has not ended."""
+    requests = pending.operation.requests
+    return {r.context.id for r in requests if r.status is not RequestStatus.DONE}
+
+
+def _logprobs(base: list[int], tokens: list[int]) -> list[float]:
+    """One per token, but none for the first of all: nothing precedes it."""
+    path = base + tokens
+    first = max(len(base), 1)
+    return [logprob(path[:position], path[position]) for position in range(first, len(path))]
+
+
+def _check_numbers(error: AgentKVError) -> None:
+    """Asserts that a refusal for lack of blocks is justified by its own numbers."""
+    if error.reason is not Reason.KV_BLOCKS_EXHAUSTED:
+        return
+    assert isinstance(error, PoolExhausted)
+    names = ("need", "free", "reclaimable", "total")
+    need, free, reclaimable, total = (int(error.metadata[name]) for name in names)
+    assert need > 0
+    assert 0 <= free <= total and 0 <= reclaimable <= total - free
+    assert need > free + reclaimable - 1, "it would have fitted"
+
+
+TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
+TestEngineMachine.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink),
+)

@@ -1,0 +1,88 @@
+"""A real server in front of a real engine on a tiny random model, with a client beside it.
+
+The model's tokens are bytes of text, so that every generated token has a text. The engine runs in
+its own thread, and its events come when they come: a scenario waits for what it needs, by
+`settled` or by reading a stream, and never for a time.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc.aio
+import torch
+from tiny_models import build_tiny_model
+from tiny_tokenizers import build_tiny_tokenizer
+
+from agentkv.config import EngineConfig, ServerConfig
+from agentkv.engine.async_engine import AsyncEngine
+from agentkv.engine.build import build_engine_for
+from agentkv.engine.engine import Engine
+from agentkv.engine.outputs import EngineView
+from agentkv.model.loader import LoadedModel
+from agentkv.server.main import Server
+from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
+
+VOCAB_SIZE = 300
+MAX_LENGTH = 4096
+
+
+def tiny_engine(**settings: Any) -> Engine:
+    """Builds an engine; `settings` are those of EngineConfig. Nothing ends a generation early."""
+    model = build_tiny_model("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LENGTH)
+    loaded = LoadedModel(
+        name="tiny",
+        model=model,
+        tokenizer=build_tiny_tokenizer(),
+        folder=Path(),
+        architecture=type(model).__name__,
+        vocab_size=VOCAB_SIZE,
+        max_length=MAX_LENGTH,
+        num_layers=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        eos_token_ids=(),
+        weight_bytes=sum(weight.nbytes for weight in model.parameters()),
+    )
+    return build_engine_for(loaded, EngineConfig(**{"num_blocks": 512, **settings}))
+
+
+class ReallyServed(NamedTuple):
+    """What a scenario works with."""
+
+    stub: Any
+    """The service's stub of the asyncio stack."""
+    engine: AsyncEngine
+    core: Engine
+    """The engine behind; to be looked at only while it has no work, or after the server ended."""
+    server: Server
+    channel: grpc.aio.Channel
+
+    async def settled(self, holds: Callable[[EngineView], bool]) -> EngineView:
+        """Waits until a view of the engine is as wanted, and returns it.
+
+        Each look takes a turn of the engine's thread, so this waits no longer than it must.
+        """
+        while not holds(view := await self.engine.view()):
+            pass
+        return view
+
+
+@asynccontextmanager
+async def really_serving(
+    engine: Engine | None = None, **settings: Any
+) -> AsyncIterator[ReallyServed]:
+    """Serves an engine while the block runs; `settings` are those of ServerConfig.
+
+    At the end every invariant of the engine's bookkeeping is checked.
+    """
+    core = engine or tiny_engine()
+    served = AsyncEngine(core)
+    config = ServerConfig(**{"port": 0, "grace": 0.0, **settings})
+    async with (
+        Server(served, config) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        yield ReallyServed(pb_grpc.ContextServiceStub(channel), served, core, server, channel)
+    core.check()

@@ -1,0 +1,246 @@
+"""Calls that end before their time, against a real engine: nothing runs on, nothing is lost."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import grpc.aio
+import pytest
+from server.harness import failure_of, run
+from server.real_engine import ReallyServed, really_serving, tiny_engine
+
+from agentkv import errors
+from agentkv.config import SchedulerConfig
+from agentkv.core.batch import Batch, StepResult
+from agentkv.engine.engine import Engine
+from agentkv.engine.outputs import EngineView
+from agentkv.engine.runner import Runner
+from agentkv.errors import Reason
+from agentkv.v1 import agentkv_pb2 as pb
+
+PROMPT = pb.TokenIds(ids=range(10, 50))
+LONG = pb.TokenIds(ids=[7] * 200)
+MANY = pb.SamplingOptions(max_tokens=3000)
+WAIT = 30.0
+"""Seconds after which what should have come never will."""
+METHODS = ["Create", "Extend", "Generate", "GenerateBranches", "Score"]
+
+
+def request_of(method: str, root: str) -> Any:
+    """Makes a request that takes many steps; only Create does not name the context."""
+    score = [pb.Continuation(token_ids=LONG)] * 3
+    return {
+        "Create": pb.CreateRequest(token_ids=LONG),
+        "Extend": pb.ExtendRequest(context_id=root, token_ids=LONG),
+        "Generate": pb.GenerateRequest(context_id=root, sampling=MANY),
+        "GenerateBranches": pb.GenerateBranchesRequest(context_id=root, count=5, sampling=MANY),
+        "Score": pb.ScoreRequest(context_id=root, continuations=score),
+    }[method]
+
+
+class HeldRunner:
+    """Runs steps of another runner, and holds each while the gate is closed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.failure: Exception | None = None
+
+    def run(self, batch: Batch) -> StepResult:
+        self.entered.set()
+        assert self.gate.wait(timeout=WAIT)
+        if self.failure is not None:
+            raise self.failure
+        return self._runner.run(batch)
+
+    async def is_entered(self) -> None:
+        """Waits until a step has begun since `entered` was cleared."""
+        assert await asyncio.to_thread(self.entered.wait, WAIT)
+
+
+def held_engine(**settings: Any) -> tuple[Engine, HeldRunner]:
+    """Builds an engine that computes 8 tokens of a request per step, with its gate open."""
+    engine = tiny_engine(scheduler=SchedulerConfig(chunk_size=8, **settings))
+    runner = HeldRunner(engine._loop._runner)
+    engine._loop._runner = runner
+    runner.gate.set()
+    return engine, runner
+
+
+async def created(served: ReallyServed) -> str:
+    answer = await served.stub.Create(pb.CreateRequest(token_ids=PROMPT))
+    return str(answer.context.id)
+
+
+class Cut(NamedTuple):
+    """A call that is to be cut short while a step runs, and what was there before."""
+
+    served: ReallyServed
+    runner: HeldRunner
+    root: str
+    before: EngineView
+
+    async def ended(self) -> EngineView:
+        """Lets the step that runs end after the handlers have; waits for the engine to be idle."""
+        await self.served.server._open_calls.wait_none()
+        self.runner.gate.set()
+        return await self.served.settled(lambda view: view.num_running + view.num_waiting == 0)
+
+
+@asynccontextmanager
+async def about_to_cut() -> AsyncIterator[Cut]:
+    """Serves an engine whose gate is closed; at the end nothing of any call may be left."""
+    engine, runner = held_engine()
+    async with really_serving(engine) as served:
+        root = await created(served)
+        before = await served.engine.view()
+        runner.entered.clear()
+        runner.gate.clear()
+        yield Cut(served, runner, root, before)
+        context = await served.engine.get("default", root)
+        assert not context.is_busy
+        released = await served.engine.release("default", [root], recursive=True)
+        assert released.pool.live == 0
+    engine.flush_cache()
+    assert engine.pool_view().free == engine.pool_view().total
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_call_that_its_client_left_leaves_no_work_behind(method: str, how: str) -> None:
+    """Catches a request that runs on, and holds blocks, for a client that has left."""
+
+    async def scenario() -> None:
+        async with about_to_cut() as cut:
+            call = getattr(cut.served.stub, method)(request_of(method, cut.root))
+            await cut.runner.is_entered()
+            if how == "cancel":
+                call.cancel()
+            else:
+                await cut.served.channel.close()
+            after = await cut.ended()
+            num_branches = 5 if method == "GenerateBranches" else 0
+            assert after.num_contexts == cut.before.num_contexts + num_branches
+            length = (await cut.served.engine.get("default", cut.root)).length
+            # The step under way committed a token at most, and given tokens are never cut.
+            assert length - 40 in ((0, 1) if method == "Generate" else (0,))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deadline_of_a_millisecond_leaves_no_work_behind(method: str) -> None:
+    """Catches work that begins, or goes on, for a caller that has given up."""
+
+    async def scenario() -> None:
+        async with about_to_cut() as cut:
+            call = getattr(cut.served.stub, method)(request_of(method, cut.root), timeout=0.001)
+            assert isinstance(await failure_of(call), errors.DeadlineExceeded)
+            after = await cut.ended()
+            assert after.computed_tokens - cut.before.computed_tokens <= 3 * 8  # one step
+            assert (await cut.served.engine.get("default", cut.root)).length in (40, 41)
+
+    run(scenario())
+
+
+def test_fifty_cancelled_streams_make_room_for_fifty_others() -> None:
+    """Catches a handler, a task or a request that each abandoned stream leaves behind."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            root = await created(served)
+            branches = (await served.stub.Fork(pb.ForkRequest(context_id=root, count=50))).contexts
+            num_tasks = len(asyncio.all_tasks())
+
+            async def begin(handle: str, num_tokens: int) -> Any:
+                sampling = pb.SamplingOptions(max_tokens=num_tokens)
+                call = served.stub.Generate(
+                    pb.GenerateRequest(context_id=handle, sampling=sampling)
+                )
+                await call.read()
+                return call
+
+            calls = await asyncio.gather(*(begin(branch.id, 3000) for branch in branches))
+            for call in calls:
+                call.cancel()
+            await served.server._open_calls.wait_none()
+            await served.settled(lambda view: view.num_running + view.num_waiting == 0)
+            calls = await asyncio.gather(*(begin(branch.id, 2) for branch in branches))
+            for call in calls:
+                assert (await call.read()).HasField("finish")
+                assert await call.read() is grpc.aio.EOF
+            await served.server._open_calls.wait_none()
+            del call, calls
+            assert len(asyncio.all_tasks()) <= num_tasks
+
+    run(scenario())
+
+
+def test_case_39_the_next_turn_comes_while_the_last_is_being_ended() -> None:
+    """Catches a turn that runs on a context cut back by the end of the turn before it."""
+
+    async def scenario() -> None:
+        async with about_to_cut() as cut:
+            stub = cut.served.stub
+            call = stub.Generate(request_of("Generate", cut.root))
+            await cut.runner.is_entered()
+            call.cancel()
+            turn = pb.ExtendRequest(
+                context_id=cut.root, token_ids=pb.TokenIds(ids=[1, 2, 3, 4]), expected_length=40
+            )
+            early = asyncio.ensure_future(failure_of(stub.Extend(turn)))
+            cut.runner.gate.set()
+            assert isinstance(await early, errors.ContextBusy | errors.ContextMoved)
+            await cut.ended()
+            moved = await failure_of(stub.Extend(turn))
+            assert isinstance(moved, errors.ContextMoved)
+            turn.expected_length = moved.actual_length
+            assert (await stub.Extend(turn)).context.length == moved.actual_length + 4
+
+    run(scenario())
+
+
+def test_release_wins_over_a_running_stream() -> None:
+    """Catches a stream that goes on, or hangs, on a context that is gone."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            root, other = await created(served), await created(served)
+            call = served.stub.Generate(request_of("Generate", root))
+            await call.read()
+            busy = await failure_of(served.stub.Generate(request_of("Generate", root)))
+            assert isinstance(busy, errors.ContextBusy)
+            await served.stub.Release(pb.ReleaseRequest(context_ids=[root]))
+            error = await failure_of(call)
+            assert isinstance(error, errors.NotFound)
+            assert error.reason is Reason.CONTEXT_RELEASED
+            assert (await served.engine.get("default", other)).length == 40
+
+    run(scenario())
+
+
+def test_a_failed_step_fails_its_own_calls_only() -> None:
+    """Catches a kernel's error that ends the engine, loses tokens, or shows its text."""
+
+    async def scenario() -> None:
+        async with about_to_cut() as cut:
+            stub = cut.served.stub
+            generate = stub.Generate(request_of("Generate", cut.root))
+            await cut.runner.is_entered()
+            cut.runner.failure = RuntimeError("the secret")
+            cut.runner.gate.set()
+            error = await failure_of(generate)
+            assert isinstance(error, errors.InternalError)
+            assert error.reason is Reason.ENGINE_STEP_FAILED
+            assert "secret" not in error.message
+            cut.runner.failure = None
+            sampling = pb.SamplingOptions(max_tokens=3)
+            again = stub.Generate(
+                pb.GenerateRequest(context_id=cut.root, sampling=sampling, expected_length=40)
+            )
+            assert sum([len(message.chunk.token_ids) async for message in again]) == 3
+
+    run(scenario())
