@@ -1,7 +1,6 @@
 """Calls that end before their time, against a real engine: nothing runs on, nothing is lost."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -9,14 +8,10 @@ from typing import Any, NamedTuple
 import grpc.aio
 import pytest
 from server.harness import failure_of, run
-from server.real_engine import ReallyServed, really_serving, tiny_engine
+from server.real_engine import HeldRunner, ReallyServed, held_engine, really_serving, tiny_engine
 
 from agentkv import errors
-from agentkv.config import SchedulerConfig
-from agentkv.core.batch import Batch, StepResult
-from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import EngineView
-from agentkv.engine.runner import Runner
 from agentkv.errors import Reason
 from agentkv.v1 import agentkv_pb2 as pb
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
@@ -24,8 +19,6 @@ from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 PROMPT = pb.TokenIds(ids=range(10, 50))
 LONG = pb.TokenIds(ids=[7] * 200)
 MANY = pb.SamplingOptions(max_tokens=3000)
-WAIT = 30.0
-"""Seconds after which what should have come never will."""
 METHODS = ["Create", "Extend", "Generate", "GenerateBranches", "Score"]
 
 
@@ -39,36 +32,6 @@ def request_of(method: str, root: str) -> Any:
         "GenerateBranches": pb.GenerateBranchesRequest(context_id=root, count=5, sampling=MANY),
         "Score": pb.ScoreRequest(context_id=root, continuations=score),
     }[method]
-
-
-class HeldRunner:
-    """Runs steps of another runner, and holds each while the gate is closed."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-        self.failure: Exception | None = None
-
-    def run(self, batch: Batch) -> StepResult:
-        self.entered.set()
-        assert self.gate.wait(timeout=WAIT)
-        if self.failure is not None:
-            raise self.failure
-        return self._runner.run(batch)
-
-    async def is_entered(self) -> None:
-        """Waits until a step has begun since `entered` was cleared."""
-        assert await asyncio.to_thread(self.entered.wait, WAIT)
-
-
-def held_engine(**settings: Any) -> tuple[Engine, HeldRunner]:
-    """Builds an engine that computes 8 tokens of a request per step, with its gate open."""
-    engine = tiny_engine(scheduler=SchedulerConfig(chunk_size=8, **settings))
-    runner = HeldRunner(engine._loop._runner)
-    engine._loop._runner = runner
-    runner.gate.set()
-    return engine, runner
 
 
 async def created(served: ReallyServed) -> str:
