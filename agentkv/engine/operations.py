@@ -77,11 +77,6 @@ class Commit(Operation):
         return self._answer
 
     @property
-    def has_failed(self) -> bool:
-        """Whether it ended, by an error or a cancellation, before anything was committed."""
-        return self.is_done and bool(self.requests) and self._answer is None
-
-    @property
     def leftovers(self) -> tuple[Context, ...]:
         """A context whose first tokens were never committed."""
         return (self._context,) if self._is_create and self._answer is None else ()
