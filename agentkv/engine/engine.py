@@ -89,7 +89,9 @@ class Engine:
         body = (tuple(token_ids), pinned, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Create", request_id, body, self._clock())
         if isinstance(known, Commit):
-            return known
+            if not known.is_void:
+                return known
+            self._replies.forget(tenant, "Create", request_id)
         self._checks.prompt(token_ids)
         context, _ = self._store.create(
             tenant, token_ids, pinned=pinned, labels=labels or {}, now=self._clock()
