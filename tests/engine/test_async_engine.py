@@ -15,6 +15,7 @@ from fakes import FakeModelRunner, continuation, make_engine
 from agentkv.config import SchedulerConfig
 from agentkv.core.batch import Batch
 from agentkv.engine.async_engine import AsyncEngine
+from agentkv.engine.generation_stream import GenerationStream
 from agentkv.engine.outputs import Chunk, EngineView, Finish, Update
 from agentkv.errors import AgentKVError, ContextBusy, InvalidRequest, NotFound, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
@@ -102,6 +103,11 @@ def engine_threads() -> list[threading.Thread]:
 
 def tokens_of(updates: list[Update]) -> list[int]:
     return [token for item in updates if isinstance(item, Chunk) for token in item.token_ids]
+
+
+async def read(stream: GenerationStream, into: list[Update]) -> None:
+    async for updates in stream:
+        into += updates
 
 
 async def cancelled(task: "asyncio.Task[Any]") -> None:
@@ -253,8 +259,7 @@ def test_a_reader_that_keeps_up_gets_a_message_per_step() -> None:
                     seen += await anext(stream)
                     assert len(tokens_of(seen)) == number + 1
                 bridge.gate.open()
-                async for updates in stream:
-                    seen += updates
+                await read(stream, seen)
             assert tokens_of(seen) == continuation(PROMPT, 200)
 
     run(scenario())
@@ -271,9 +276,7 @@ def test_leaving_a_stream_ends_its_generation() -> None:
                 with pytest.raises(ContextBusy):
                     await bridge.engine.extend(TENANT, root, [1])
             await bridge.idle()
-            with pytest.raises(StopAsyncIteration):
-                while True:
-                    seen += await anext(s)
+            await read(s, seen)
             context = await bridge.engine.get(TENANT, root)
             assert len(PROMPT) + len(tokens_of(seen)) <= context.length < 4000
             s.close()  # twice is fine
@@ -292,8 +295,7 @@ def test_a_released_context_ends_its_stream() -> None:
                 seen = list(await anext(stream))
                 released = await bridge.engine.release(TENANT, [root])
                 with pytest.raises(NotFound) as caught:
-                    async for updates in stream:
-                        seen += updates
+                    await read(stream, seen)
             assert caught.value.reason is Reason.CONTEXT_RELEASED
             assert released.num_released == 1
             assert tokens_of(seen) == continuation(PROMPT, len(tokens_of(seen)))
@@ -331,8 +333,7 @@ def test_stopping_ends_streams_after_what_they_had() -> None:
                 await bridge.engine.stop()
                 assert not engine_threads()
                 with pytest.raises(Unavailable) as caught:
-                    async for updates in stream:
-                        seen += updates
+                    await read(stream, seen)
             assert caught.value.reason is Reason.SHUTTING_DOWN
             length = bridge.core.get(TENANT, root).length
             assert tokens_of(seen) == continuation(PROMPT, length - len(PROMPT))
