@@ -62,8 +62,8 @@ def test_decode_rows_come_first_in_the_budget() -> None:
 
 def test_chunk_that_finds_the_budget_spent_waits_a_step() -> None:
     """Catches a step with more rows than its budget, or a chunk of none."""
-    bench = Bench(num_blocks=16, budget=4, chunk=4)
-    prompt = numbers(1, 20)
+    bench = Bench(num_blocks=32, block_size=2, budget=4, chunk=4)
+    prompt = numbers(1, 18)
     a = bench.create(prompt)
     drop_kv(bench, a)
     (b,) = bench.fork(a)
