@@ -82,8 +82,8 @@ class Commit(Operation):
         return (self._context,) if self._is_create and self._answer is None else ()
 
     @property
-    def is_void(self) -> bool:
-        """Whether it ended without a context: it failed or was cancelled, and may be repeated."""
+    def has_failed(self) -> bool:
+        """Whether a Create ended without a context: it failed or was cancelled."""
         return self.is_done and bool(self.leftovers)
 
     def on_event(self, event: Event) -> None:

@@ -118,6 +118,22 @@ def test_serve_ends_on_a_signal(number: signal.Signals) -> None:
     run(scenario())
 
 
+def test_serve_ends_when_its_engine_fails() -> None:
+    """Catches a process that lives on with a dead engine, and no supervisor to know of it."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+
+        def ready(address: str) -> None:
+            engine.ended.set()
+
+        with pytest.raises(errors.InternalError):
+            await serve(engine, ServerConfig(port=0, grace=0.0), on_ready=ready)
+        assert engine.calls == ["start", "stop"]
+
+    run(scenario())
+
+
 def test_a_taken_port_fails_with_one_clear_line(capfd: pytest.CaptureFixture[str]) -> None:
     """Catches two servers that share a port in silence, or a failure in ten lines of C++."""
 
