@@ -63,6 +63,7 @@ class WorkList:
         "_growing_rows",
         "_growing_runs",
         "_places",
+        "block_size",
         "blocks",
         "highest_block",
         "kv_lens",
@@ -89,6 +90,7 @@ class WorkList:
         """
         options.check()
         self.options = options
+        self.block_size = plan.block_size
         self.kv_lens = np.asarray(plan.kv_lens, dtype=np.int32)
         """Per row: its position + 1."""
         self.highest_block = plan.highest_block()

@@ -3,13 +3,12 @@
 Owns the outputs and the room for partial results. It neither plans nor checks arguments.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from agentkv_kernels._triton.merge import merge
-from agentkv_kernels._triton.tree_attention import Partials, Quantisation, Score, attend_items
+from agentkv_kernels._triton.tree_attention import Partials, Score, attend_items
+from agentkv_kernels.quantise import KVScales
 from agentkv_kernels.work_buffers import WorkBuffers
 
 
@@ -19,7 +18,7 @@ def attend(
     v_cache: Tensor,
     buffers: WorkBuffers,
     score: Score,
-    scales: Sequence[Tensor] | None = None,
+    scales: KVScales | None = None,
     *,
     out: Tensor | None = None,
     partials: Partials | None = None,
@@ -32,8 +31,7 @@ def attend(
         v_cache: The same with its own head_dim.
         buffers: The work, loaded, for exactly these sizes.
         score: How scores are made.
-        scales: Of 8-bit caches: K's and V's, (num_blocks, block_size, num_kv_heads) float32, of
-            equal strides.
+        scales: Factors of 8-bit caches.
         out: Where to, (num_rows, num_q_heads, v_head_dim); None: new.
         partials: Room for as many as the list's bucket says; None: new.
     """
@@ -45,7 +43,6 @@ def attend(
     if partials is None:
         count = buffers.buckets.partials
         partials = Partials.empty(count, num_q_heads, v_head_dim, query.device)
-    quantisation = None if scales is None else Quantisation(*scales)
-    attend_items(query, k_cache, v_cache, buffers, score, quantisation, out, partials)
+    attend_items(query, k_cache, v_cache, buffers, score, scales, out, partials)
     merge(buffers, partials, score.sinks, out)
     return out

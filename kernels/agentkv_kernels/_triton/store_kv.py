@@ -3,25 +3,22 @@
 With scales the numbers become 8-bit on the way: one factor per token and head, absmax / largest.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from agentkv_kernels._triton.compat import launch_options
 from agentkv_kernels._triton.tile_config import padded
-
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""What the largest number of a token and head becomes."""
+from agentkv_kernels.quantise import LARGEST, KVScales
 
 
 @triton.jit
-def _write(new, cache, scale, d, kept, place, scale_place, LARGEST: tl.constexpr):
-    """Writes one token's numbers of one head, quantised if LARGEST is not 0."""
+def _write(new, cache, scale, d, kept, place, scale_place, FULL: tl.constexpr):
+    """Writes one token's numbers of one head, quantised if FULL is not 0."""
     numbers = tl.load(new + d, mask=kept, other=0.0)
-    if LARGEST != 0.0:
+    if FULL != 0.0:
         numbers = numbers.to(tl.float32)
-        factor = tl.max(tl.abs(numbers), 0) / LARGEST
+        factor = tl.max(tl.abs(numbers), 0) / FULL
         numbers = numbers / tl.where(factor == 0.0, 1.0, factor)
         if cache.dtype.element_ty == tl.int8:
             numbers = tl.floor(numbers + 0.5)
@@ -56,7 +53,7 @@ def store_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    LARGEST: tl.constexpr,
+    FULL: tl.constexpr,
 ):
     """Writes one row's key and value of one head."""
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +76,7 @@ def store_kv_kernel(
         d < HEAD_DIM,
         block * k_block_stride + offset * k_token_stride + head * k_head_stride,
         scale_place,
-        LARGEST,
+        FULL,
     )
     _write(
         value + row * value_row_stride + head * value_head_stride,
@@ -89,7 +86,7 @@ def store_kv_kernel(
         dv < V_HEAD_DIM,
         block * v_block_stride + offset * v_token_stride + head * v_head_stride,
         scale_place,
-        LARGEST,
+        FULL,
     )
 
 
@@ -99,7 +96,7 @@ def store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
+    scales: KVScales | None,
 ) -> None:
     """Writes rows into slots; arguments as in `ops.store_kv`, checked there.
 
@@ -109,8 +106,7 @@ def store_kv(
         k_cache: (num_blocks, block_size, num_kv_heads, head_dim), stride 1 in the last dimension.
         v_cache: The same.
         slots: (num_rows,) int64, contiguous; negative ones are skipped.
-        scales: Of K and V, (num_blocks, block_size, num_kv_heads) float32, where the caches are
-            8-bit; of equal strides.
+        scales: Factors of 8-bit caches.
     """
     num_rows, num_kv_heads, head_dim = key.shape
     if not num_rows:
@@ -135,6 +131,6 @@ def store_kv(
         BLOCK_SIZE=k_cache.shape[1],
         BLOCK_D=padded(head_dim),
         BLOCK_V=padded(v_head_dim),
-        LARGEST=LARGEST[k_cache.dtype] if scales else 0.0,
+        FULL=LARGEST[k_cache.dtype] if scales else 0.0,
         **launch_options(1),
     )

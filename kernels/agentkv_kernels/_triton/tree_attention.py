@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentkv_kernels._triton.compat import launch_options, upcasts
 from agentkv_kernels._triton.tile_config import padded, tile_config
+from agentkv_kernels.quantise import KVScales
 from agentkv_kernels.work_buffers import WorkBuffers
 from agentkv_kernels.work_options import LARGE_TILE, SMALL_TILE
 
@@ -38,15 +39,6 @@ class Partials(NamedTuple):
         """Allocates room for `count` partials."""
         out = torch.empty((count, num_q_heads, v_head_dim), dtype=torch.float32, device=device)
         return cls(out, torch.empty((count, num_q_heads), dtype=torch.float32, device=device))
-
-
-class Quantisation(NamedTuple):
-    """What 8-bit numbers in a cache are multiplied with."""
-
-    k_scale: Tensor
-    """(num_blocks, block_size, num_kv_heads) float32."""
-    v_scale: Tensor
-    """The same, with the same strides."""
 
 
 class Score(NamedTuple):
@@ -242,7 +234,7 @@ def attend_items(
     v_cache: Tensor,
     buffers: WorkBuffers,
     score: Score,
-    quantisation: Quantisation | None,
+    scales: KVScales | None,
     out: Tensor,
     partials: Partials,
 ) -> None:
@@ -254,7 +246,7 @@ def attend_items(
         v_cache: The same with its own head_dim.
         buffers: The work, for exactly these sizes.
         score: How scores are made.
-        quantisation: Of 8-bit caches.
+        scales: Factors of 8-bit caches.
         out: (num_rows, num_q_heads, v_head_dim), rows with one item are written.
         partials: Room for those of all other rows.
     """
@@ -267,7 +259,7 @@ def attend_items(
                 v_cache,
                 buffers,
                 score,
-                quantisation,
+                scales,
                 out,
                 partials,
                 large,
@@ -281,7 +273,7 @@ def _launch(
     v_cache: Tensor,
     buffers: WorkBuffers,
     score: Score,
-    quantisation: Quantisation | None,
+    scales: KVScales | None,
     out: Tensor,
     partials: Partials,
     large: bool,
@@ -297,8 +289,8 @@ def _launch(
     assert config.block_m == (LARGE_TILE if large else SMALL_TILE)
     head_tiles = -(-options.group // options.heads_per_tile)
     unused = query  # for pointers that the variant does not follow
-    k_scale, v_scale = quantisation or (unused, unused)
-    scale_strides = k_scale.stride() if quantisation else (0, 0, 0)
+    k_scale, v_scale = scales or (unused, unused)
+    scale_strides = k_scale.stride() if scales else (0, 0, 0)
     cap = score.softcap
     tree_attention_kernel[(capacity * num_kv_heads * head_tiles,)](
         out,
@@ -336,7 +328,7 @@ def _launch(
         HAS_WINDOW=options.window is not None,
         HAS_SOFTCAP=cap is not None,
         HAS_SINKS=score.sinks is not None,
-        IS_QUANTISED=quantisation is not None,
+        IS_QUANTISED=scales is not None,
         UPCAST=upcasts(query.dtype),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         **launch_options(config.num_warps, config.num_stages),
