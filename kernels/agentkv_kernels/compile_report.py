@@ -101,9 +101,9 @@ def attention(
     name += f" kv-{NAMES[cache]}" if kv_dtype else ""
     name += f" {'large' if large else 'small'} g{group}"
     name += f" {tile.block_m}x{tile.block_n}x{tile.num_stages}w{tile.num_warps}"
-    types = {argument: "*i32" for argument in ("items", "num_items", "q_rows", "blocks", "kv_lens")}
-    types |= {argument: f"*{NAMES[dtype]}" for argument in ("out", "query", "sinks")}
-    types |= {argument: f"*{NAMES[cache]}" for argument in ("k_cache", "v_cache")}
+    types = dict.fromkeys(("items", "num_items", "q_rows", "blocks", "kv_lens"), "*i32")
+    types |= dict.fromkeys(("out", "query", "sinks"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("k_cache", "v_cache"), f"*{NAMES[cache]}")
     types |= dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale"), "*fp32")
     types |= {"scale": "fp32", "softcap": "fp32", "window": "i32"}
     constants = {
@@ -150,7 +150,7 @@ def _others() -> Iterator[Configuration]:
     """The kernels that move and merge."""
     for head_dim in (64, 128, 256):
         sizes = {"V_HEAD_DIM": head_dim, "BLOCK_V": padded(head_dim)}
-        types = {name: "*i32" for name in ("num_merged", "merge_rows", "merge_begins")}
+        types = dict.fromkeys(("num_merged", "merge_rows", "merge_begins"), "*i32")
         types |= {"merge_parts": "*i32", "part_out": "*fp32", "part_lse": "*fp32"}
         types |= {"out": "*bf16", "sinks": "*bf16"}
         merging = {**sizes, "NUM_Q_HEADS": 32, "BLOCK_P": PARTS_AT_ONCE, "HAS_SINKS": True}
@@ -159,7 +159,7 @@ def _others() -> Iterator[Configuration]:
             types = {"key": "*bf16", "value": "*bf16", "slots": "*i64"}
             types |= dict.fromkeys(("k_cache", "v_cache"), f"*{NAMES[dtype]}")
             types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32")
-            storing = {**sizes, "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
+            storing: dict[str, Any] = {**sizes, "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
             storing |= {"BLOCK_SIZE": 16, "FULL": LARGEST.get(dtype, 0.0)}
             name = f"store d{head_dim} {NAMES[dtype]}"
             yield Configuration(name, store_kv_kernel, types, storing, 1, 1)
@@ -219,8 +219,8 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = [tools / "cuobjdump", "--dump-resource-usage", path]
-        code = [tools / "nvdisasm", path]
+        usage = [str(tools / "cuobjdump"), "--dump-resource-usage", str(path)]
+        code = [str(tools / "nvdisasm"), str(path)]
         outputs = [
             subprocess.run(command, check=True, capture_output=True, text=True).stdout
             for command in (usage, code)
@@ -234,13 +234,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--only", default="", help="configurations whose name contains this text")
     arguments = parser.parse_args()
-    print_line = print
     compiled = []
     for configuration in configurations():
         if arguments.only in configuration.name:
             result = compile_configuration(configuration)
             compiled.append(result)
-            print_line(_line(result), flush=True)
+            print(_line(result), flush=True)
     if arguments.json is not None:
         report = {
             "triton": triton.__version__,
