@@ -77,9 +77,9 @@ class PlainModel:
         if is_greedy:
             best, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
             is_clear = best - second > CLEAR_GAP
-            assert torch.equal(torch.tensor(tokens)[is_clear], logits.argmax(dim=-1)[is_clear]), (
-                "a token is not the likeliest one"
-            )
+            assert torch.equal(
+                torch.tensor(tokens)[is_clear], logits.argmax(dim=-1)[is_clear]
+            ), "a token is not the likeliest one"
 
 
 @dataclass(slots=True)
@@ -106,7 +106,9 @@ class _Pending:
 class TwinBench:
     """An engine under test; `tokens` is what each context must hold."""
 
-    def __init__(self, plain: PlainModel, made: TinyEngine, *, may_exhaust: bool = False) -> None:
+    def __init__(
+        self, plain: PlainModel, made: TinyEngine, *, may_exhaust: bool = False
+    ) -> None:
         """Pairs the two; `may_exhaust` accepts calls that end with PoolExhausted."""
         self.plain = plain
         self.may_exhaust = may_exhaust
@@ -147,7 +149,9 @@ class TwinBench:
             self.tokens[view.id] = self.tokens[parent][:at]
         return [view.id for view in views]
 
-    def extend(self, context_id: str, tokens: Sequence[int], *, logprobs: bool = False) -> Commit:
+    def extend(
+        self, context_id: str, tokens: Sequence[int], *, logprobs: bool = False
+    ) -> Commit:
         """Begins to extend an idle context."""
         operation = self.engine.extend(TENANT, context_id, tokens, logprobs=logprobs)
         before = list(self.tokens[context_id])
