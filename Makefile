@@ -16,10 +16,10 @@ PYTHON ?= $(shell for python in python3.11 python3 python; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt
 PROTO := agentkv/v1/agentkv.proto
 
-# Tiny models gain nothing from many threads, and many test processes lose by them.
-export OMP_NUM_THREADS ?= 2
 # Nothing comes from a model hub: models are installed, generated or named by path.
-TEST_ENV := HF_HUB_OFFLINE=1
+OFFLINE := HF_HUB_OFFLINE=1
+# Tiny models gain nothing from many threads.
+TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=2
 
 .PHONY: help install format check test demo protos bench serve clean
 
@@ -46,7 +46,7 @@ test: install ## Run every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
 demo: install ## Start a server on the embedded model and run the three examples against it
-	@$(TEST_ENV) $(BIN)/python examples/demo.py
+	@$(OFFLINE) $(BIN)/python examples/demo.py
 
 protos: install ## Regenerate agentkv/v1 from the contract
 	@$(call generate,.)
@@ -55,7 +55,7 @@ bench: install ## Run every benchmark; results go to benchmarks/results/*.json
 	@mkdir -p benchmarks/results
 	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
 		name=$$(basename $$file .py); echo "== $$name"; \
-		$(TEST_ENV) $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; \
+		$(OFFLINE) $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; \
 	done
 
 serve: install ## Serve the embedded model on port 50051
@@ -67,7 +67,7 @@ clean: ## Remove the environment, caches and build outputs
 
 # Writes the generated code under $(1). The oldest supported toolchain makes it: see pyproject.toml.
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
-	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) protos/$(PROTO)
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/$(PROTO)
 
 # Set-up, a stamp for each step, so that a step runs again only when its inputs changed.
 

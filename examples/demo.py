@@ -30,8 +30,10 @@ def main() -> None:
                 banner(f"python examples/{name}.py {address}")
                 run_example(name, address)
             banner("stopping the server")
-    except (RuntimeError, subprocess.SubprocessError) as error:
+    except RuntimeError as error:
         sys.exit(f"The demo failed: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Interrupted.")
     print("Stopped.")
 
 
@@ -93,10 +95,15 @@ def run_example(name: str, address: str) -> None:
     """Runs one example to its end.
 
     Raises:
-        subprocess.SubprocessError: It failed, or took longer than EXAMPLE_SECONDS.
+        RuntimeError: It failed, or took longer than EXAMPLE_SECONDS.
     """
     script = Path(__file__).with_name(f"{name}.py")
-    subprocess.run([sys.executable, script, address], check=True, timeout=EXAMPLE_SECONDS)
+    try:
+        done = subprocess.run([sys.executable, script, address], timeout=EXAMPLE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} took longer than {EXAMPLE_SECONDS:.0f} s.") from None
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} ended with {done.returncode}.")
 
 
 def banner(text: str) -> None:

@@ -193,6 +193,11 @@ class Bench:
         """Free blocks."""
         return self.pool_view.free
 
+    @property
+    def num_copies(self) -> int:
+        """Blocks copied since start."""
+        return self.engine.view().num_block_copies
+
     def view(self, context_id: str) -> ContextView:
         """The context as its owner sees it."""
         return self.engine.get(TENANT, context_id)
@@ -203,13 +208,16 @@ class Bench:
 
     def tokens(self, context_id: str) -> list[int]:
         """The committed tokens of a context."""
-        context = self.engine._store.get(TENANT, context_id)
-        return list(self.tree.tokens(context.tail))[: context.length]
+        return list(self.engine.tokens(TENANT, context_id))
 
     def blocks(self, context_id: str) -> list[int]:
         """The blocks along a context's path, each once, in order."""
         path = self.tree.path(self.engine._store.get(TENANT, context_id).tail)
         return list(dict.fromkeys(block for segment in path for block in segment.blocks))
+
+    def forget_logits(self, context_id: str) -> None:
+        """Drops the logits at a context's head, as pressure on them would."""
+        self.tree.heads.drop(self.engine._store.get(TENANT, context_id).tail)
 
     def content(self, context_id: str) -> list[tuple[Kv | None, ...]]:
         """The KV in a context's blocks."""

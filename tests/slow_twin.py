@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import Branches, Chunk, Finish
+from agentkv.engine.outputs import Branches, Chunk, Finish, Update
 from agentkv.errors import NotFound, PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
@@ -77,9 +77,13 @@ class PlainModel:
         if is_greedy:
             best, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
             is_clear = best - second > CLEAR_GAP
-            assert torch.equal(
-                torch.tensor(tokens)[is_clear], logits.argmax(dim=-1)[is_clear]
-            ), "a token is not the likeliest one"
+            assert torch.equal(torch.tensor(tokens)[is_clear], logits.argmax(dim=-1)[is_clear]), (
+                "a token is not the likeliest one"
+            )
+
+
+MOST_STEPS = 2000
+"""Steps that any program of these tests ends in."""
 
 
 @dataclass(slots=True)
@@ -106,15 +110,15 @@ class _Pending:
 class TwinBench:
     """An engine under test; `tokens` is what each context must hold."""
 
-    def __init__(
-        self, plain: PlainModel, made: TinyEngine, *, may_exhaust: bool = False
-    ) -> None:
+    def __init__(self, plain: PlainModel, made: TinyEngine, *, may_exhaust: bool = False) -> None:
         """Pairs the two; `may_exhaust` accepts calls that end with PoolExhausted."""
         self.plain = plain
         self.may_exhaust = may_exhaust
         self.made = made
         self.engine = made.engine
         self.tokens: dict[str, list[int]] = {}
+        self.news: dict[Generation, list[Update]] = {}
+        """Everything each generation has brought."""
         self._pending: dict[Operation, _Pending] = {}
 
     @property
@@ -142,16 +146,16 @@ class TwinBench:
 
     def fork(self, parent: str, *, count: int = 1, at: int | None = None) -> list[str]:
         """Forks; asserts that it costs no block."""
-        before = self.engine.pool_view()
+        before = self.engine.view()
         views = self.engine.fork(TENANT, parent, count=count, at=at)
-        assert self.engine.pool_view() == before, "a fork is free"
+        after = self.engine.view()
+        assert after.pool.free == before.pool.free, "a fork takes no block"
+        assert after.computed_tokens == before.computed_tokens
         for view in views:
             self.tokens[view.id] = self.tokens[parent][:at]
         return [view.id for view in views]
 
-    def extend(
-        self, context_id: str, tokens: Sequence[int], *, logprobs: bool = False
-    ) -> Commit:
+    def extend(self, context_id: str, tokens: Sequence[int], *, logprobs: bool = False) -> Commit:
         """Begins to extend an idle context."""
         operation = self.engine.extend(TENANT, context_id, tokens, logprobs=logprobs)
         before = list(self.tokens[context_id])
@@ -211,8 +215,11 @@ class TwinBench:
 
     def run(self) -> None:
         """Steps until nothing is under way."""
-        while self._pending:
+        for _ in range(MOST_STEPS):
+            if not self._pending:
+                return
             self.step()
+        raise AssertionError("the engine makes no progress")
 
     def audit(self) -> None:
         """Checks the bookkeeping, and that each context holds its tokens."""
@@ -274,7 +281,9 @@ class TwinBench:
         self.audit()
 
     def _take_news(self, operation: Generation, pending: _Pending) -> None:
-        for update in operation.take_news():
+        news = operation.take_news()
+        self.news.setdefault(operation, []).extend(news)
+        for update in news:
             match update:
                 case Branches(contexts):
                     for view in contexts:

@@ -72,6 +72,7 @@ class AsyncClient:
         messages: Sequence[ChatTurn] | None = None,
         token_ids: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
+        allow_special: bool = False,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> AsyncContextHandle:
@@ -82,6 +83,7 @@ class AsyncClient:
             messages: A conversation, rendered by the model's chat template.
             token_ids: Token ids, taken as they are.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
+            allow_special: Whether text of special tokens in `text` becomes those tokens.
             labels: Labels to show in `info` and `list`.
             timeout: Seconds, retries included; None takes the client's.
 
@@ -90,7 +92,14 @@ class AsyncClient:
             PoolExhausted: There are no blocks, no place in the queue, or too many contexts.
         """
         operation = handle_state.create(
-            self._session, text, messages, token_ids, add_generation_prompt, labels, timeout
+            self._session,
+            text,
+            messages,
+            token_ids,
+            add_generation_prompt,
+            allow_special,
+            labels,
+            timeout,
         )
         return AsyncContextHandle(self._driver, await self._driver.run(operation))
 
@@ -110,7 +119,9 @@ class AsyncClient:
         page_size: int | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[ContextInfo]:
-        """Yields every context of the caller, page by page, parents before their branches.
+        """Yields every context of the caller, page by page, in the order of their handles.
+
+        One that is made meanwhile may be missed; one that lives throughout is listed once.
 
         Args:
             root_id: Yields only what descends from this created context.

@@ -70,6 +70,7 @@ class Client:
         messages: Sequence[ChatTurn] | None = None,
         token_ids: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
+        allow_special: bool = False,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> ContextHandle:
@@ -80,6 +81,7 @@ class Client:
             messages: A conversation, rendered by the model's chat template.
             token_ids: Token ids, taken as they are.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
+            allow_special: Whether text of special tokens in `text` becomes those tokens.
             labels: Labels to show in `info` and `list`.
             timeout: Seconds, retries included; None takes the client's.
 
@@ -88,7 +90,14 @@ class Client:
             PoolExhausted: There are no blocks, no place in the queue, or too many contexts.
         """
         operation = handle_state.create(
-            self._session, text, messages, token_ids, add_generation_prompt, labels, timeout
+            self._session,
+            text,
+            messages,
+            token_ids,
+            add_generation_prompt,
+            allow_special,
+            labels,
+            timeout,
         )
         return ContextHandle(self._driver, self._driver.run(operation))
 
@@ -108,7 +117,9 @@ class Client:
         page_size: int | None = None,
         timeout: float | None = None,
     ) -> Iterator[ContextInfo]:
-        """Yields every context of the caller, page by page, parents before their branches.
+        """Yields every context of the caller, page by page, in the order of their handles.
+
+        One that is made meanwhile may be missed; one that lives throughout is listed once.
 
         Args:
             root_id: Yields only what descends from this created context.

@@ -73,9 +73,9 @@ class ContextHandle(HandleBase):
     ) -> Extension:
         """Appends tokens and computes their KV; all of them or none.
 
-        It is repeated when the server cannot be reached, and never appends twice: when a repeat
-        finds that the lost call had succeeded, that is the answer, without usage, if the input
-        was token ids; for text, whose length in tokens is not known here, it is ContextMoved.
+        It is repeated when the server cannot be reached, and never appends twice. When a repeat
+        finds that the call whose answer was lost had succeeded, token ids are compared and the
+        answer is success, without usage; for text, or with `logprobs`, it is ContextMoved.
 
         Args:
             text: Text to tokenise and append; or
@@ -175,6 +175,14 @@ class ContextHandle(HandleBase):
             timeout: Seconds.
         """
         return self._driver.run(self._state.score(continuations, allow_special, timeout))
+
+    def read_tokens(self, start: int = 0, *, timeout: float | None = None) -> list[int]:
+        """Reads the committed tokens in [start, length): what a cut stream did not deliver, too.
+
+        Raises:
+            InvalidRequest: `start` is beyond the length.
+        """
+        return self._driver.run(self._state.read_tokens(start, timeout))
 
     def truncate(self, length: int, *, timeout: float | None = None) -> ContextInfo:
         """Drops every token at or beyond `length`; branches keep theirs.

@@ -64,7 +64,7 @@ class HandleState:
             return
 
         def look(remaining: float) -> Operation[ContextInfo]:
-            reply = yield Call("Get", pb.GetRequest(context_id=self.id), remaining)
+            reply = yield Call("Get", messages.get(self.id), remaining)
             if reply.context.busy:
                 raise ContextBusy(f"Context {self.id} is still ending a stream closed early.")
             return replies.context(reply.context)
@@ -107,11 +107,13 @@ class HandleState:
         try:
             reply = yield from self.session.send("Extend", request, attempts)
         except ContextMoved as error:
-            # Known to be our own lost success only when the number of tokens is known, and no
-            # use when the lost answer held log-probabilities.
+            # Tokens of a text are not known here, and log-probabilities are told once only.
             if token_ids is None or logprobs:
                 raise
-            yield from self._accept_lost_success(error, attempts, self.length + len(token_ids))
+            self._check_moved_to(self.length + len(token_ids), error, attempts)
+            if (yield from self._read_tokens(self.length, attempts)) != list(token_ids):
+                raise
+            self.see((yield from self.session.get(self.id, attempts)))
             return Extension(self.length, Usage())
         usage = self.session.see(reply)
         self.count(usage)
@@ -126,7 +128,8 @@ class HandleState:
         try:
             reply = yield from self.session.send("Truncate", request, attempts)
         except ContextMoved as error:
-            yield from self._accept_lost_success(error, attempts, length)
+            self._check_moved_to(length, error, attempts)
+            self.see((yield from self.session.get(self.id, attempts)))
             return self.info
         self.session.see(reply)
         self.see(replies.context(reply.context))
@@ -158,17 +161,27 @@ class HandleState:
         """Releases what a `with` on this handle must: it and every branch still owned below it."""
         return (yield from self.session.leave(self.lineage.owned()))
 
-    def _accept_lost_success(
-        self, error: ContextMoved, attempts: Attempts, wanted: int
-    ) -> Operation[None]:
-        """Takes a repeat that finds the context where the first attempt was to bring it as done.
+    def read_tokens(self, start: int, timeout: float | None) -> Operation[list[int]]:
+        """Reads the committed tokens from a position on."""
+        return (yield from self._read_tokens(start, self.session.attempts(timeout)))
+
+    def _read_tokens(self, start: int, attempts: Attempts) -> Operation[list[int]]:
+        tokens: list[int] = []
+        while True:
+            request = messages.get(self.id, start + len(tokens))
+            reply = yield from self.session.send("Get", request, attempts)
+            tokens.extend(reply.token_ids)
+            if start + len(tokens) >= reply.context.length or not reply.token_ids:
+                return tokens
+
+    def _check_moved_to(self, wanted: int, error: ContextMoved, attempts: Attempts) -> None:
+        """Checks that the context is where an earlier attempt, its answer lost, was to bring it.
 
         Raises:
             ContextMoved: Nothing was repeated, or the context is elsewhere.
         """
         if not attempts.maybe_done or error.actual_length != wanted:
             raise error
-        self.see((yield from self.session.get(self.id, attempts)))
 
 
 def create(
@@ -177,6 +190,7 @@ def create(
     chat: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
     add_generation_prompt: bool,
+    allow_special: bool,
     labels: Mapping[str, str],
     timeout: float | None,
 ) -> Operation[HandleState]:
@@ -187,6 +201,7 @@ def create(
         chat,
         token_ids,
         add_generation_prompt=add_generation_prompt,
+        allow_special=allow_special,
         labels=labels,
         request_id=request_id,
     )

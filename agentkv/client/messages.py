@@ -42,6 +42,7 @@ def create(
     token_ids: Sequence[int] | None,
     *,
     add_generation_prompt: bool,
+    allow_special: bool,
     labels: Mapping[str, str],
     request_id: str,
 ) -> pb.CreateRequest:
@@ -53,6 +54,7 @@ def create(
             token_ids=_ids(token_ids),
             labels=labels,
             request_id=request_id,
+            allow_special=allow_special,
         )
         if text is not None:
             request.text = _checked_text(text)
@@ -133,6 +135,12 @@ def truncate(context_id: str, length: int, *, expected_length: int) -> pb.Trunca
         return pb.TruncateRequest(
             context_id=context_id, length=length, expected_length=expected_length
         )
+
+
+def get(context_id: str, tokens_from: int | None = None) -> pb.GetRequest:
+    """Builds a Get request, for the tokens from a position on if one is given."""
+    with _refusing_bad_values():
+        return pb.GetRequest(context_id=context_id, tokens_from=tokens_from)
 
 
 def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb.ListRequest:

@@ -88,7 +88,7 @@ class Session:
 
     def get(self, context_id: str, attempts: Attempts) -> Operation[ContextInfo]:
         """Describes one context."""
-        reply = yield from self.send("Get", pb.GetRequest(context_id=context_id), attempts)
+        reply = yield from self.send("Get", messages.get(context_id), attempts)
         return replies.context(reply.context)
 
     def list_page(

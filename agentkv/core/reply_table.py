@@ -61,14 +61,11 @@ class ReplyTable:
         """Remembers an answer; without a request id there is nothing to remember."""
         if request_id is None:
             return
-        self._replies[tenant, method, request_id] = _Reply(body, answer, now + self._ttl)
+        key = tenant, method, request_id
+        self._replies[key] = _Reply(body, answer, now + self._ttl)
+        self._replies.move_to_end(key)  # the order of the table is that of expiry
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
-
-    def forget(self, tenant: str, method: str, request_id: str | None) -> None:
-        """Drops the answer of a call that failed, so that a repeat runs again."""
-        if request_id is not None:
-            self._replies.pop((tenant, method, request_id), None)
 
     def _expire(self, now: float) -> None:
         while self._replies:

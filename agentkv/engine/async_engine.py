@@ -59,6 +59,13 @@ class AsyncEngine:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
 
+    async def wait_ended(self) -> bool:
+        """Waits until the engine serves no more; returns whether it was told to stop.
+
+        Otherwise a fault of its own ended it, and every call is refused with ENGINE_STALLED.
+        """
+        return await self._thread.wait_ended()
+
     async def create(
         self,
         tenant: str,

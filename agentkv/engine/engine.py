@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
-from agentkv.core.batch import Stream
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.reply_table import ReplyTable
-from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.core.views import ContextView, PoolView
@@ -23,6 +21,7 @@ from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import EngineView, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
+from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Runner
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
@@ -63,10 +62,9 @@ class Engine:
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._end_token_ids = end_token_ids
-        self._new_seed = new_seed
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
         self._clock = clock
-        self._num_requests = self._num_forks = 0
+        self._num_forks = 0
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -88,14 +86,18 @@ class Engine:
         """
         body = (tuple(token_ids), pinned, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Create", request_id, body, self._clock())
-        if isinstance(known, Commit):
+        if isinstance(known, Commit) and not known.has_failed:
             return known
         self._checks.prompt(token_ids)
         context, _ = self._store.create(
             tenant, token_ids, pinned=pinned, labels=labels or {}, now=self._clock()
         )
         operation = Commit(
-            context, [self._request(context)], self._store.view, self.pool_view, is_create=True
+            context,
+            [self._factory.completion(context)],
+            self._store.view,
+            self.pool_view,
+            is_create=True,
         )
         try:
             self._loop.submit(operation)
@@ -195,7 +197,7 @@ class Engine:
         head = self._tree.heads.get(context.tail)
         requests = []
         if token_ids:
-            requests.append(self._extension(context, token_ids, with_logprobs=logprobs))
+            requests.append(self._factory.extension(context, token_ids, with_logprobs=logprobs))
         operation = Commit(context, requests, self._store.view, self.pool_view)
         try:
             self._loop.submit(operation)
@@ -269,7 +271,7 @@ class Engine:
         self._checks.continuations(continuations, length=parent.length)
         children = self._store.fork_hidden(parent, len(continuations))
         requests = [
-            self._extension(child, token_ids, with_logprobs=True)
+            self._factory.extension(child, token_ids, with_logprobs=True)
             for child, token_ids in zip(children, continuations, strict=True)
         ]
         operation = Scoring(requests, continuations)
@@ -387,28 +389,6 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _request(
-        self, context: Context, params: SamplingParams | None = None, seed: int | None = None
-    ) -> Request:
-        self._num_requests += 1
-        ends: frozenset[int] = frozenset()
-        if params is not None:
-            model_ends = frozenset() if params.ignore_eos else self._end_token_ids
-            ends = model_ends.union(params.stop_token_ids)
-        stream = Stream(seed or 0, context.ordinal)
-        return Request(self._num_requests, context, params, stream, ends)
-
-    def _extension(
-        self, context: Context, token_ids: Sequence[int], *, with_logprobs: bool
-    ) -> Request:
-        """Puts given tokens on an idle context's tail, not yet committed."""
-        request = self._request(context)
-        if with_logprobs:
-            request.next_scored = max(context.length, 1)  # nothing precedes the very first
-            request.head = self._tree.heads.get(context.tail)
-        context.tail = self._tree.append(context.tail, token_ids, context.hold)
-        return request
-
     def _fork(
         self, parent: Context, count: int, at: int | None, labels: Mapping[str, str]
     ) -> Sequence[Context]:
@@ -420,10 +400,8 @@ class Engine:
         self, contexts: Sequence[Context], params: SamplingParams, length: int, *, is_single: bool
     ) -> Generation:
         self._checks.generation(params, length=length)
-        seed = None if params.is_greedy else params.seed
-        if seed is None and not params.is_greedy:
-            seed = self._new_seed()
-        requests = [self._request(context, params, seed) for context in contexts]
+        seed = self._factory.seed(params)
+        requests = [self._factory.generation(context, params, seed) for context in contexts]
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,

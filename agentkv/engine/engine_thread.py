@@ -5,9 +5,11 @@ event loop in one hand-off. It knows operations and streams, and no verb.
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from agentkv.errors import AgentKVError, Reason, Unavailable
 _Answer = TypeVar("_Answer")
 _Awaited = TypeVar("_Awaited", Commit, Scoring)
 
+_log = logging.getLogger(__name__)
 _JOIN_TIMEOUT = 30.0  # seconds; a step takes far less
 
 
@@ -26,7 +29,7 @@ class EngineThread:
     """Steps an engine for as long as it has work, and sleeps otherwise.
 
     Invariants: the engine is touched on this thread alone; what waits for an operation is told
-    once, when the operation is done, or when the thread stops.
+    once, when the operation is done, or when the thread ends, be it for a fault of its own.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,8 +37,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._work, name="agentkv-engine", daemon=True)
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._is_stopping = False
+        self._refusal: Callable[[], AgentKVError] | None = None
+        """Makes the answer to every later call, once the thread is to end or has failed."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_ended = asyncio.Event()
+        self._has_failed = False
         # Touched on the engine's thread only.
         self._waiters: dict[Operation, list[asyncio.Future[Operation]]] = {}
         self._streams: dict[Generation, GenerationStream] = {}
@@ -48,11 +54,14 @@ class EngineThread:
 
     async def stop(self) -> None:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
+        self._refuse(_shutting_down)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT)
+
+    async def wait_ended(self) -> bool:
+        """Waits until the thread has ended; returns whether it was told to."""
+        await self._has_ended.wait()
+        return not self._has_failed
 
     # -- on the event loop -------------------------------------------------------------------
 
@@ -95,7 +104,8 @@ class EngineThread:
         try:
             await future
         except asyncio.CancelledError:
-            self._post(lambda: self._abandon(begun, future))
+            with suppress(AgentKVError):  # the thread is about to end everything by itself
+                self._post(lambda: self._abandon(begun, future))
             raise
         return begun[0]
 
@@ -111,37 +121,57 @@ class EngineThread:
         """Queues a command for the engine's thread.
 
         Raises:
-            Unavailable: The engine is stopping.
+            Unavailable: The engine is stopping, or has failed.
         """
         with self._wake:
-            if self._is_stopping:
-                raise _shutting_down()
+            if self._refusal is not None:
+                raise self._refusal()
             self._inbox.append(command)
+            self._wake.notify()
+
+    def _refuse(self, refusal: Callable[[], AgentKVError]) -> None:
+        with self._wake:
+            self._refusal = self._refusal or refusal
             self._wake.notify()
 
     # -- on the engine's thread --------------------------------------------------------------
 
     def _work(self) -> None:
-        while self._take_commands():
+        try:
+            self._serve()
+        except Exception:
+            # A fault of ours: what may go wrong in a step is caught there. The bookkeeping is not
+            # to be trusted any more, but those who wait are to be told.
+            _log.exception("the engine failed and has ended; every call is refused from now on")
+            self._has_failed = True
+            self._refuse(_failed)
+            for command in self._next_commands():
+                with suppress(Exception):
+                    command()
+            self._end_all(_failed, cancel=lambda _: None)
+        self._deliveries.append(self._has_ended.set)
+        self._deliver()
+
+    def _serve(self) -> None:
+        while self._refusal is None:
+            for command in self._next_commands():
+                command()
             if self._engine.has_work:
                 for operation in self._engine.step():
                     self.settle(operation)
             self._deliver()
-        self._end_all()
-        self._deliver()
+        for command in self._next_commands():  # posted before the refusal, and not taken yet
+            command()
+        self._end_all(_shutting_down, cancel=self._engine.cancel)
 
-    def _take_commands(self) -> bool:
-        """Runs what was posted, waiting for it if there is nothing else to do; False to stop."""
+    def _next_commands(self) -> Sequence[Callable[[], None]]:
+        """Takes what was posted, waiting for it if there is nothing else to do."""
         with self._wake:
-            while not (self._inbox or self._is_stopping or self._engine.has_work):
+            while not (self._inbox or self._refusal or self._engine.has_work):
                 self._wake.wait()
-            if self._is_stopping:
-                return False
             commands = list(self._inbox)
             self._inbox.clear()
-        for command in commands:
-            command()
-        return True
+        return commands
 
     def settle(self, operation: Operation) -> None:
         """Tells those who wait for an operation what it has for them; on the engine's thread."""
@@ -194,16 +224,17 @@ class EngineThread:
         if operation is not None and self._streams.pop(operation, None) is not None:
             self._engine.cancel(operation)
 
-    def _end_all(self) -> None:
+    def _end_all(
+        self, failure: Callable[[], AgentKVError], *, cancel: Callable[[Operation], None]
+    ) -> None:
         """Ends everything under way, each context at its last committed token."""
-        error = _shutting_down()
         for operation, stream in self._streams.items():
-            self._engine.cancel(operation)
-            put = partial(stream.put, operation.take_news(), error, is_last=True)
+            cancel(operation)
+            put = partial(stream.put, operation.take_news(), failure(), is_last=True)
             self._deliveries.append(put)
         for waited, futures in self._waiters.items():
-            self._engine.cancel(waited)
-            self._deliveries.extend(partial(_fail, future, error) for future in futures)
+            cancel(waited)
+            self._deliveries.extend(partial(_fail, future, failure()) for future in futures)
         self._streams.clear()
         self._waiters.clear()
 
@@ -236,3 +267,11 @@ def _fail(future: "asyncio.Future[_Answer]", error: Exception) -> None:
 
 def _shutting_down() -> AgentKVError:
     return Unavailable("The server is shutting down; try again later.", reason=Reason.SHUTTING_DOWN)
+
+
+def _failed() -> AgentKVError:
+    return Unavailable(
+        "The engine has failed, and its contexts are gone; the server's log says why. Try again "
+        "once it has been restarted.",
+        reason=Reason.ENGINE_STALLED,
+    )

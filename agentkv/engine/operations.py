@@ -81,6 +81,11 @@ class Commit(Operation):
         """A context whose first tokens were never committed."""
         return (self._context,) if self._is_create and self._answer is None else ()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a Create ended without a context: it failed or was cancelled."""
+        return self.is_done and bool(self.leftovers)
+
     def on_event(self, event: Event) -> None:
         """Completes the answer; a request that only commits has one event, its last."""
         self.error = event.error

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from agentkv.config import ServerConfig
-from agentkv.errors import InvalidRequest
+from agentkv.errors import InternalError, InvalidRequest
 from agentkv.server.interceptors import DeadlineInterceptor, ErrorInterceptor, OpenCalls
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.service import ContextService
@@ -108,7 +108,7 @@ class Server:
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
             interceptors=[  # the first is the outermost
                 self._open_calls,
-                ErrorInterceptor(),
+                ErrorInterceptor(patience=config.stall_timeout),
                 DeadlineInterceptor(default=config.default_deadline, longest=config.max_deadline),
             ],
             options=_options(config),
@@ -129,6 +129,8 @@ async def serve(
 ) -> None:
     """Serves until SIGINT or SIGTERM, then stops gracefully. A second signal ends the process.
 
+    An engine that fails by itself ends the serving too, so that a supervisor can begin anew.
+
     Args:
         engine: The engine to start, serve and stop.
         config: Where to listen, and what to grant.
@@ -136,6 +138,7 @@ async def serve(
 
     Raises:
         InvalidRequest: The address is taken, or not one of this host's.
+        InternalError: The engine failed.
     """
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
@@ -145,10 +148,24 @@ async def serve(
             loop.add_signal_handler(number, told_to_stop.set)
         try:
             on_ready(server.address)
-            await told_to_stop.wait()
+            has_failed = await _engine_fails_first(engine, told_to_stop)
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+    if has_failed:
+        raise InternalError("The engine failed and serves no more; the log says why.")
+
+
+async def _engine_fails_first(engine: ServedEngine, told_to_stop: asyncio.Event) -> bool:
+    """Waits for an order to stop or the engine's failure; returns whether it was the latter."""
+    order = asyncio.create_task(told_to_stop.wait())
+    end = asyncio.create_task(engine.wait_ended())
+    try:
+        await asyncio.wait((order, end), return_when=asyncio.FIRST_COMPLETED)
+        return end.done() and not end.result()
+    finally:
+        order.cancel()
+        end.cancel()
 
 
 def _options(config: ServerConfig) -> list[tuple[str, Any]]:

@@ -98,6 +98,10 @@ class ServedEngine(Protocol):
         """Ends every stream with SHUTTING_DOWN, and the engine's thread."""
         ...
 
+    async def wait_ended(self) -> bool:
+        """Waits until it serves no more; returns whether it was told to stop, or else failed."""
+        ...
+
     async def create(
         self,
         tenant: str,

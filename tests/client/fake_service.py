@@ -23,6 +23,7 @@ ReplyT = TypeVar("ReplyT")
 
 BLOCK_SIZE = 4
 MAX_PAGE = 2
+MAX_TOKENS = 4
 
 
 @dataclass
@@ -157,7 +158,12 @@ class FakeService(pb_grpc.ContextServiceServicer):
 
     def Get(self, request: pb.GetRequest, rpc: Any) -> pb.GetResponse:
         with self._handling("Get", request, rpc):
-            return pb.GetResponse(context=self._view(request.context_id))
+            tokens = self._find(request.context_id).tokens
+            start = request.tokens_from if request.HasField("tokens_from") else len(tokens)
+            return pb.GetResponse(
+                context=self._view(request.context_id),
+                token_ids=tokens[start : start + MAX_TOKENS],
+            )
 
     def List(self, request: pb.ListRequest, rpc: Any) -> pb.ListResponse:
         with self._handling("List", request, rpc):

@@ -43,6 +43,7 @@ def test_every_verb(address: str, service: FakeService) -> None:
             assert (await root.fork_one()).length == 8
             assert [score.mean for score in await first.score(["x", [1]])] == [-0.5, -0.5]
             assert (await second.truncate(1)).length == second.length == 1
+            assert bytes(await root.read_tokens(6)) == b"gh"
             assert (await root.refresh()).labels == {"plan": "a"}
             branches = await root.complete_branches(2, max_tokens=1)
             assert [branch.text for branch in branches] == ["i", "i"]

@@ -49,11 +49,11 @@ def test_create_shows_the_whole_context(client: Client) -> None:
 
 def test_create_takes_each_form_of_prompt(client: Client, service: FakeService) -> None:
     """Catches a prompt sent in another form than it was given."""
-    client.create("ab")
+    client.create("ab", allow_special=True)
     client.create(token_ids=range(3))
     client.create(messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=False)
     texts, ids, chat = service.requests("Create")
-    assert texts.text == "ab"
+    assert (texts.text, texts.allow_special) == ("ab", True)
     assert list(ids.token_ids.ids) == [0, 1, 2]
     assert [(turn.role, turn.content) for turn in chat.messages.messages] == [("user", "Hi")]
     assert chat.messages.HasField("add_generation_prompt")
@@ -147,6 +147,16 @@ def test_truncate_takes_over_the_length(client: Client) -> None:
     root = client.create("abcdef")
     assert root.truncate(2).length == root.length == 2
     assert root.extend("x").length == 3
+
+
+def test_tokens_can_be_read_back(client: Client) -> None:
+    """Catches a reading that ends with the first page, or starts in the wrong place."""
+    root = client.create("abcdefghij")
+    assert bytes(root.read_tokens()) == b"abcdefghij"
+    assert bytes(root.read_tokens(3)) == b"defghij"
+    assert root.read_tokens(10) == []
+    with pytest.raises(InvalidRequest):
+        root.read_tokens(-1)
 
 
 def test_list_fetches_every_page(client: Client) -> None:

@@ -187,6 +187,11 @@ def test_extend_does_not_take_anothers_tokens_for_its_own(
     service.contexts[root.id].tokens.append(1)
     with pytest.raises(ContextMoved):
         root.extend(token_ids=[100])
+    root.refresh()
+    service.faults["Extend"].append(down())
+    service.contexts[root.id].tokens.append(1)
+    with pytest.raises(ContextMoved):  # repeated, at the expected length, but other tokens
+        root.extend(token_ids=[100])
 
 
 def test_truncate_recognises_its_own_lost_success(client: Client, service: FakeService) -> None:

@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 from agentkv.config import SchedulerConfig
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 18
-LONGEST = 60
-"""Tokens of a context in a program: such a one always fits the pool when all others give way."""
+NUM_BLOCKS = 16
+LONGEST = 54
+"""Tokens of a context in a program: with what its check adds, it fits when all others give way."""
 MOST_CONTEXTS = 12
 SHARED = [[(7 * i + 31 * base * i * i + base) % VOCAB_SIZE for i in range(40)] for base in (1, 2)]
 """Two texts that prompts begin with, so that prefixes are found in the cache."""
 VERBS = (
-    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "score"),
+    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "branches", "score"),
     *("truncate", "release", "cancel", "step", "step", "run", "flush"),
 )
 
@@ -38,7 +38,7 @@ class Action(NamedTuple):
     verb: str
     pick: int
     share: int
-    count: int
+    number: int
     tokens: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ ACTIONS = st.builds(
     verb=st.sampled_from(VERBS),
     pick=st.integers(0, MOST_CONTEXTS - 1),
     share=st.integers(0, 40),
-    count=st.integers(1, 3),
+    number=st.integers(1, 3),
     tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9).map(tuple),
 )
 
@@ -59,12 +59,12 @@ def models(family: str) -> tuple[PlainModel, PreTrainedModel]:
 
 def act(bench: TwinBench, action: Action) -> None:
     """Does one move, or nothing when there is no context it could apply to."""
-    verb, pick, share, count, tokens = action
-    is_full = len(bench.tokens) + count > MOST_CONTEXTS
+    verb, pick, share, number, tokens = action
+    is_full = len(bench.tokens) + number > MOST_CONTEXTS
     if verb == "create" and not is_full:
         bench.create([*SHARED[pick % 2][:share], *tokens])
     elif verb == "step":
-        for _ in range(count):
+        for _ in range(number):
             bench.step()
     elif verb == "run":
         bench.run()
@@ -80,23 +80,23 @@ def act(bench: TwinBench, action: Action) -> None:
 
 def act_on_any(bench: TwinBench, action: Action, *, is_full: bool) -> None:
     """Verbs that a context takes while it is busy too."""
-    verb, pick, share, count, tokens = action
+    verb, pick, share, number, tokens = action
     name = list(bench.tokens)[pick % len(bench.tokens)]
     length = len(bench.tokens[name])
     at = max(1, length - share) if share % 2 else None
     if verb == "fork" and not is_full:
-        bench.fork(name, count=count, at=max(0, length - share))
+        bench.fork(name, count=number, at=max(0, length - share))
     elif verb == "branches" and not is_full and 0 < length < LONGEST - 4:
-        bench.generate_branches(name, count, 1 + share % 4, at=at)
+        bench.generate_branches(name, number, 1 + share % 4, at=at)
     elif verb == "score" and 0 < length < LONGEST - len(tokens):
-        bench.score(name, [tokens, tokens[::-1], tokens[: 1 + share % len(tokens)]][:count])
+        bench.score(name, [tokens, tokens[::-1], tokens[: 1 + share % len(tokens)]][:number])
     elif verb == "release":
         bench.release(name)
 
 
 def act_on_idle(bench: TwinBench, action: Action) -> None:
     """Verbs that change a context."""
-    verb, pick, share, count, tokens = action
+    verb, pick, share, _, tokens = action
     name = bench.idle[pick % len(bench.idle)]
     length = len(bench.tokens[name])
     if verb == "truncate":

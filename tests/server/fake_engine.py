@@ -151,6 +151,7 @@ class FakeEngine:
         gate: Generation waits while it is clear.
         steps_before_hold: Steps of a generation after which it closes the gate by itself. The
             server shares the loop with the client, and may be steps ahead of what is read.
+        ended: Set when it serves no more; a test that sets it makes it fail.
         all_closed: Set when no stream is open any more.
         calls: Names of the methods called, in order.
     """
@@ -171,6 +172,7 @@ class FakeEngine:
         self.all_closed = asyncio.Event()
         self.calls: list[str] = []
         self.is_stopped = False
+        self.ended = asyncio.Event()
         self.num_made = 0
 
     async def start(self) -> None:
@@ -180,6 +182,11 @@ class FakeEngine:
         self.calls.append("stop")
         self.is_stopped = True
         self.gate.set()
+        self.ended.set()
+
+    async def wait_ended(self) -> bool:
+        await self.ended.wait()
+        return self.is_stopped
 
     async def pass_gate(self) -> None:
         """Waits for a turn of the loop and for the gate; `waiting` tells that someone does."""

@@ -49,9 +49,9 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 async def received_of(call: Any, into: list[Any]) -> None:
-    """Reads a stream to its end, or waits for the answer of a unary call."""
+    """Reads a stream on to its end, or waits for the answer of a unary call."""
     if isinstance(call, grpc.aio.UnaryStreamCall):
-        async for message in call:
+        while (message := await call.read()) is not grpc.aio.EOF:
             into.append(message)
     else:
         into.append(await call)

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.fake_engine import FakeEngine
 from server.harness import failure_of, run, serving
 
-from agentkv import errors, status
+from agentkv import errors
 from agentkv.config import ServerConfig
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.server.main import SERVICE_NAME, Server, serve
@@ -87,25 +87,13 @@ def test_what_outlives_the_grace_ends_with_shutting_down() -> None:
             await call.read()
             await served.engine.waiting.wait()
             stopping = asyncio.create_task(served.server.stop())
-            error = await failure_of_rest(call)
+            error = await failure_of(call)
             assert isinstance(error, errors.Unavailable)
             assert error.reason is Reason.SHUTTING_DOWN
             await stopping
             await served.server.stop()  # once more: nothing happens
 
     run(scenario())
-
-
-async def failure_of_rest(call: Any) -> errors.AgentKVError:
-    """Reads on until the call fails."""
-
-    async def read_on() -> None:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_on()
-    return status.from_rpc_error(caught.value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -126,6 +114,22 @@ def test_serve_ends_on_a_signal(number: signal.Signals) -> None:
         assert signal.getsignal(number) in (before, signal.default_int_handler, signal.SIG_DFL)
         port = int(addresses[0].rpartition(":")[2])
         assert port != 0
+
+    run(scenario())
+
+
+def test_serve_ends_when_its_engine_fails() -> None:
+    """Catches a process that lives on with a dead engine, and no supervisor to know of it."""
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+
+        def ready(address: str) -> None:
+            engine.ended.set()
+
+        with pytest.raises(errors.InternalError):
+            await serve(engine, ServerConfig(port=0, grace=0.0), on_ready=ready)
+        assert engine.calls == ["start", "stop"]
 
     run(scenario())
 

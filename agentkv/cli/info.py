@@ -1,0 +1,41 @@
+"""`agentkv info`: what a running server says about itself."""
+
+from rich.console import Console
+
+from agentkv.cli.connection import AddressArgument, connected
+from agentkv.cli.sizes import format_bytes
+from agentkv.cli.tables import facts_table
+from agentkv.client.client import DEFAULT_ADDRESS
+from agentkv.client.server_info import ServerInfo
+
+
+def info(address: AddressArgument = DEFAULT_ADDRESS) -> None:
+    """Show the model, the pool, the limits and the counters of a running server."""
+    with connected(address) as client:
+        Console().print(facts_table(describe(address, client.server_info())))
+
+
+def describe(address: str, info: ServerInfo) -> dict[str, str]:
+    """Writes a server's facts for people."""
+    model, pool, counters, limits = info.model, info.pool, info.counters, info.limits
+    return {
+        "Server": f"{address}, version {info.server_version}, {', '.join(info.api_versions)}",
+        "Model": f"{model.name} ({model.architecture}, {model.dtype}, {model.num_layers} layers)",
+        "Contexts": f"{counters.num_contexts} now, at most {model.max_length:,} tokens each",
+        "Requests": f"{counters.num_running} running, {counters.num_waiting} waiting",
+        "Pool": (
+            f"{pool.total_blocks:,} blocks of {pool.block_size} tokens, "
+            f"{format_bytes(model.bytes_per_block)} each: {pool.live_blocks:,} live, "
+            f"{pool.cached_blocks:,} cached, {pool.free_blocks:,} free"
+        ),
+        "Since start": (
+            f"{counters.computed_tokens:,} tokens computed, {counters.num_forks:,} forks, "
+            f"{counters.num_block_copies:,} block copies, {counters.num_preemptions:,} preemptions"
+        ),
+        "Limits": (
+            f"{limits.max_contexts:,} contexts, {limits.max_fork_count:,} branches a fork, "
+            f"{limits.max_continuations:,} continuations a score, "
+            f"{limits.max_deadline:g} s a call"
+        ),
+        "Sampling": ", ".join(info.sampling_options),
+    }

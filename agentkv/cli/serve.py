@@ -1,0 +1,160 @@
+"""`agentkv serve`: load a model and serve it until told to stop.
+
+It owns the options and what the terminal shows. Assembling an engine and serving it are called
+in one place each; everything heavy is imported only when the command runs.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from agentkv.cli.sizes import format_bytes, parse_bytes
+from agentkv.cli.tables import facts_table
+from agentkv.config import EngineConfig, SchedulerConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from agentkv.engine.outputs import EngineView
+    from agentkv.server.served_engine import ServedEngine
+
+
+class LogLevel(StrEnum):
+    """How much the log says."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A name that `agentkv models` lists, a folder of safetensors, a .gguf file, or "
+            "owner/name on the Hugging Face Hub.",
+        ),
+    ] = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 50051,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Serve other hosts too, although calls carry no credentials."
+        ),
+    ] = False,
+    kv_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes,
+            metavar="SIZE",
+            help="Memory of the pool, such as 1GiB. By default a fifth of what is free, at most "
+            "4 GiB.",
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="Size of the pool in blocks, in place of --kv-memory.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    max_length: Annotated[
+        int | None, typer.Option(help="Most tokens of one context. By default the model's own.")
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="float32, bfloat16, float16 or auto: float32 on a CPU."),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads to compute with. By default one per core.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
+) -> None:
+    """Serve a model until Ctrl-C.
+
+    Prints what was loaded and how many tokens fit, then a line **READY host:port** once calls are
+    accepted.
+    """
+    messages = Console(stderr=True)
+    logging.basicConfig(
+        level=log_level.upper(), format="%(message)s", handlers=[RichHandler(console=messages)]
+    )
+    # Both are checked before the model is loaded, which takes seconds.
+    server = ServerConfig(host=host, port=port, insecure=insecure)
+    engine = EngineConfig(
+        model=model,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_memory=kv_memory,
+        max_length=max_length,
+        num_threads=threads,
+        scheduler=SchedulerConfig(token_budget=token_budget),
+    )
+    with messages.status(f"Loading {model} ...") as spinner:
+        served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
+    asyncio.run(announce_and_serve(served, server, Console()))
+
+
+def assemble(config: EngineConfig, report: Callable[[str], None]) -> "ServedEngine":
+    """Loads a model and makes the engine that is served.
+
+    Args:
+        config: The model, and with what means to serve it.
+        report: Called with a line before anything that takes long.
+    """
+    from agentkv.engine.async_engine import AsyncEngine
+    from agentkv.engine.build import build_engine
+
+    return AsyncEngine(build_engine(config, report))
+
+
+async def announce_and_serve(
+    engine: "ServedEngine", config: ServerConfig, console: Console
+) -> None:
+    """Serves until a signal comes; prints a summary and READY once calls are accepted."""
+    from agentkv.server.main import serve as serve_engine
+
+    async with asyncio.TaskGroup() as tasks:
+
+        def announce(address: str) -> None:
+            tasks.create_task(show(address))
+
+        async def show(address: str) -> None:
+            console.print(facts_table(summarise(await engine.view(), address)))
+            console.print(f"READY {address}", highlight=False, soft_wrap=True)
+
+        await serve_engine(engine, config, on_ready=announce)
+
+
+def summarise(view: "EngineView", address: str) -> dict[str, str]:
+    """Writes what was loaded for people."""
+    model, pool = view.model, view.pool
+    size = pool.total * model.bytes_per_block
+    return {
+        "Model": f"{model.name} ({model.architecture}, {model.dtype})",
+        "Pool": (
+            f"{pool.total:,} blocks of {pool.block_size} tokens, "
+            f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"
+        ),
+        "Fits": (
+            f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
+            f"{model.max_length:,}"
+        ),
+        "Address": address,
+    }

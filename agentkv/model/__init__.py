@@ -1,0 +1,1 @@
+"""Tensors and no policy: models, the memory of KV, attention, sampling."""

@@ -1,0 +1,84 @@
+"""Cases of kind O that need no wire: what is refused changes nothing."""
+
+import pytest
+from bench import TENANT, Bench, finish_of, numbers, tokens_of
+from fakes import continuation
+
+from agentkv.core.request import FinishReason
+from agentkv.errors import InvalidRequest, Reason
+
+
+def test_case_100_empty_prompt() -> None:
+    """Catches zero-sized work that reaches an assertion, and harms a neighbour."""
+    bench = Bench()
+    prompt = numbers(1, 20)
+    neighbour = bench.create(prompt)
+    stream = bench.start(neighbour, 10)
+    bench.step()
+    with pytest.raises(InvalidRequest):
+        bench.engine.create(TENANT, [])
+    context = bench.create(numbers(2, 5))
+    answer = bench.extend(context, [])
+    assert answer.context.length == 5
+    assert answer.usage.computed_tokens == 0
+    bench.truncate(context, 0)
+    (child,) = bench.fork(context)
+    assert bench.length(child) == 0
+    for empty in (context, child):
+        with pytest.raises(InvalidRequest):
+            bench.start(empty, 1)
+        with pytest.raises(InvalidRequest):
+            bench.engine.score(TENANT, empty, [[1]])
+    bench.extend(child, prompt)
+    assert bench.generate(child, 3) == continuation(prompt, 3)
+    bench.finish(stream)
+    assert bench.tokens(neighbour) == prompt + continuation(prompt, 10)
+    bench.end()
+
+
+@pytest.mark.parametrize("chunk", [7, 256])
+def test_case_105_exact_context_limit(chunk: int) -> None:
+    """Catches an off-by-one at the longest context, in any of the paths that reach it."""
+    bench = Bench(max_length=64, chunk=chunk)
+    prompt = numbers(3, 65)
+
+    sixty = bench.create(prompt[:60])
+    updates = bench.finish(bench.start(sixty, 10))
+    assert tokens_of(updates) == continuation(prompt[:60], 4)
+    assert finish_of(updates).reason is FinishReason.LENGTH
+
+    almost = bench.create(prompt[:63])
+    assert bench.generate(almost, 1) == continuation(prompt[:63], 1)
+
+    full = bench.create(prompt[:64])
+    (child,) = bench.fork(full)
+    for context in (sixty, almost, full, child):
+        assert bench.length(context) == 64
+        for call in (
+            lambda name=context: bench.start(name, 1),
+            lambda name=context: bench.extend(name, [1]),
+            lambda name=context: bench.engine.score(TENANT, name, [[1]]),
+        ):
+            with pytest.raises(InvalidRequest) as refusal:
+                call()
+            assert refusal.value.reason is Reason.CONTEXT_TOO_LONG
+        assert bench.length(context) == 64
+        assert len(bench.blocks(context)) <= 4
+    with pytest.raises(InvalidRequest) as refusal:
+        bench.engine.create(TENANT, prompt)
+    assert refusal.value.reason is Reason.CONTEXT_TOO_LONG
+    assert max(p for batch in bench.runner.batches for p in batch.positions) <= 63
+    bench.end()
+
+
+def test_case_105_exact_context_limit_after_preemption() -> None:
+    """Catches a limit counted from the start of a resumed request."""
+    bench = Bench(num_blocks=6, max_length=64)
+    prompts = [numbers(4, 40), numbers(5, 24)]
+    contexts = [bench.create(prompt) for prompt in prompts]
+    streams = [bench.start(context, 60) for context in contexts]
+    bench.finish(*streams)
+    assert bench.engine.view().num_preemptions > 0
+    for context, prompt in zip(contexts, prompts, strict=True):
+        assert bench.tokens(context) == prompt + continuation(prompt, 64 - len(prompt))
+    bench.end()
