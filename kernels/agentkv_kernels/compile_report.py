@@ -1,6 +1,6 @@
 """Compiles the kernels for an H200 on any machine, and says what became of them.
 
-    python -m agentkv_kernels.compile_report --json report.json [--only TEXT]
+    python -m agentkv_kernels.compile_report [--json report.json] [--only TEXT] [--check]
 
 Triton's wheel carries the assembler and the disassembler, so neither a GPU nor a CUDA toolkit is
 needed: registers, spills, shared memory and instructions are facts before the first run. This file
@@ -233,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the kernels for sm_90, without a device.")
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--only", default="", help="configurations whose name contains this text")
+    parser.add_argument("--check", action="store_true", help="fail where something is wrong")
     arguments = parser.parse_args()
     compiled = []
     for configuration in configurations():
@@ -247,6 +248,21 @@ def main() -> None:
             "configurations": [asdict(result) for result in compiled],
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    faults = [fault for result in compiled for fault in faults_of(result)]
+    for fault in faults:
+        print(fault)
+    if arguments.check and faults:
+        raise SystemExit(1)
+
+
+def faults_of(result: Compiled) -> Iterator[str]:
+    """Says what is wrong with a configuration: a spill, a lone program, the wrong instructions."""
+    if result.spilled_bytes:
+        yield f"{result.name}: {result.spilled_bytes} bytes are spilled"
+    if result.programs_by_shared < 2:
+        yield f"{result.name}: one program on a multiprocessor, {result.shared_bytes} bytes shared"
+    if " large " in result.name and " fp32 " not in result.name and not result.hgmma:
+        yield f"{result.name}: a large tile without wgmma"
 
 
 def _line(result: Compiled) -> str:
