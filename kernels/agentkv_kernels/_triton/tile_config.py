@@ -51,5 +51,5 @@ def _float32(dim: int, *, large: bool) -> TileConfig:
     if dim <= 64:
         return TileConfig(LARGE_TILE, 32, num_warps=8, num_stages=3)
     if dim <= 128:
-        return TileConfig(LARGE_TILE, 16, num_warps=16, num_stages=3)
+        return TileConfig(LARGE_TILE, 16, num_warps=16, num_stages=2)
     return TileConfig(LARGE_TILE, 16, num_warps=32, num_stages=2)
