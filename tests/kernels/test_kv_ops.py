@@ -151,4 +151,4 @@ def test_allocate_refuses() -> None:
     with pytest.raises(ValueError, match="must be positive"):
         allocate_kv(1, 0, 16, 2, 8, dtype=torch.float32, device="cpu")
     with pytest.raises(TypeError, match="dtype must be one of"):
-        allocate_kv(1, 1, 16, 2, 8, dtype=torch.int8, device="cpu")
+        allocate_kv(1, 1, 16, 2, 8, dtype=torch.int16, device="cpu")
