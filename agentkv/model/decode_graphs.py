@@ -3,6 +3,7 @@
     key      padded rows, and the level of its work list
     capture  once, at start, the largest first so that the others fit into its memory
     replay   rows and work lists are refreshed in place, then the graph of the key runs
+    logits   one buffer for all graphs, which the next replay overwrites
 
 A step that fits no graph runs without: that is slower and otherwise the same. It knows neither
 requests nor sampling.
@@ -67,6 +68,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._rows = StaticRows(self.sizes[-1], device)
         self._graphs: dict[_Key, StepGraph] = {}
+        self._logits: Tensor | None = None
 
     def capture(self, compute: Compute, report: Callable[[str], None]) -> None:
         """Makes all graphs.
@@ -85,9 +87,19 @@ class DecodeGraphs:
             nothing = AttentionPlan.build([], [0] * key.num_rows, block_size=self._block_size)
             self._reader.aim(self._reader.levels(key.num_rows)[key.level])
             self._reader.load(nothing)
+            if self._logits is None:  # the largest: its result shows the width and the dtype
+                self._logits = torch.empty_like(
+                    compute(self._rows.first(key.num_rows), self._reader)
+                )
             graph = self._make_graph()
-            graph.capture(partial(compute, self._rows.first(key.num_rows), self._reader))
+            graph.capture(partial(self._fill, compute, key.num_rows))
             self._graphs[key] = graph
+
+    def _fill(self, compute: Compute, num_rows: int) -> None:
+        """Computes what the static rows say into the static logits: the work of every graph."""
+        logits = compute(self._rows.first(num_rows), self._reader)
+        assert self._logits is not None
+        self._logits[:num_rows].copy_(logits)
 
     def padded_rows(self, batch: Batch, num_asked: int) -> int | None:
         """Says how many rows a batch's plan must have, or None: no graph fits it.
@@ -116,6 +128,7 @@ class DecodeGraphs:
         if level is None:
             return None
         self._rows.load(batch, plan.num_rows)
-        logits = self._graphs[_Key(plan.num_rows, level)].replay()
+        self._graphs[_Key(plan.num_rows, level)].replay()
         self.num_replays += 1
-        return logits[: batch.num_rows]
+        assert self._logits is not None
+        return self._logits[: batch.num_rows]

@@ -35,7 +35,7 @@ def levels(num_rows: int) -> tuple[Buckets, ...]:
     small, large = bucket(2 * num_rows + 64), bucket(4 * num_rows + 512)
     return (
         Buckets(small, small, merge, bucket(8 * num_rows + 64)),
-        Buckets(large, large, merge, bucket(64 * num_rows)),
+        Buckets(large, large, merge, bucket(64 * num_rows + 64)),
     )
 
 
