@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from agentkv.model.attention import LayerCall
-from agentkv.model.graph_sizes import levels, smallest_level
+from agentkv.model.graph_sizes import Levels, smallest_level
 from agentkv.model.paged_step import AttentionOptions, LayerKV, PlanReader
 from agentkv_kernels import (
     AttentionPlan,
@@ -51,15 +51,23 @@ class GraphReader(Protocol):
 class WorkListReader:
     """Reads what work lists on the device say; by Triton only."""
 
-    def __init__(self, options: AttentionOptions, capacity: Capacity, device: torch.device) -> None:
+    def __init__(
+        self,
+        options: AttentionOptions,
+        levels: Levels,
+        capacity: Capacity,
+        device: torch.device,
+    ) -> None:
         """Makes no lists yet: the layers say, at their first call, which kinds there are.
 
         Args:
             options: How attention is computed.
+            levels: How many programs graphs start.
             capacity: Room of each list.
             device: Where the lists lie.
         """
         self._options = options
+        self._levels = levels
         self._capacity = capacity
         self._device = device
         self._lists: dict[WorkOptions, _AimedBuffers] = {}
@@ -87,8 +95,8 @@ class WorkListReader:
         )
 
     def levels(self, num_rows: int) -> Sequence[Buckets]:
-        """Lists the levels of `graph_sizes`."""
-        return levels(num_rows)
+        """Lists those it was made with."""
+        return self._levels(num_rows)
 
     def aim(self, level: Buckets) -> None:
         """Makes every list start as many programs as a level says."""
@@ -102,7 +110,7 @@ class WorkListReader:
         if not all(kept.load(plan) for kept in self._lists.values()):
             return None
         needed = [Buckets.of(kept.work) for kept in self._lists.values()]
-        return smallest_level(levels(plan.num_rows), needed) if needed else 0
+        return smallest_level(self._levels(plan.num_rows), needed) if needed else 0
 
     def _list(self, options: WorkOptions) -> WorkBuffers:
         if options not in self._lists:

@@ -4,10 +4,13 @@ A graph starts a fixed number of programs, and those without work leave at once;
 every work list that needs no more. Host numbers only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from agentkv_kernels import Capacity
 from agentkv_kernels.work_buffers import Buckets, bucket
+
+Levels = Callable[[int], tuple[Buckets, ...]]
+"""From the rows of a graph to the programs it starts, one set for each of its levels, ascending."""
 
 ROW_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of graphs: padding costs a third of a step's rows at most, beyond a few."""
@@ -39,15 +42,15 @@ def levels(num_rows: int) -> tuple[Buckets, ...]:
     )
 
 
-def capacity(max_rows: int, num_blocks: int) -> Capacity:
+def capacity(max_rows: int, largest: Buckets, num_blocks: int) -> Capacity:
     """Computes the room of work lists for any graph.
 
     Args:
         max_rows: Of the largest graph.
+        largest: Its highest level.
         num_blocks: Of the pool. A list names a block as often as its run is read apart, which only
             pays for short runs.
     """
-    largest = levels(max_rows)[-1]
     return Capacity(
         rows=bucket(max_rows),
         small=largest.small,

@@ -20,7 +20,7 @@ from agentkv.model.attention import check_called_once, forward
 from agentkv.model.attention_plan import AttentionPlanner
 from agentkv.model.decode_graphs import DecodeGraphs
 from agentkv.model.graph_reader import GraphReader, PlanGraphReader, WorkListReader
-from agentkv.model.graph_sizes import capacity
+from agentkv.model.graph_sizes import Levels, capacity, levels
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.logit_source import LogitSource
 from agentkv.model.paged_step import AttentionOptions, PagedStep, PlanReader, Reader
@@ -148,6 +148,7 @@ class ModelRunner:
         report: Callable[[str], None],
         *,
         make_graph: Callable[[], StepGraph] | None = None,
+        make_levels: Levels = levels,
     ) -> None:
         """Makes graphs for steps that ask for the logits of each of their rows: those of decoding.
 
@@ -157,6 +158,7 @@ class ModelRunner:
             max_rows: Rows of the largest step that there shall be a graph for.
             report: Called with a line of progress.
             make_graph: Makes an empty graph; None takes what the device has.
+            make_levels: Says how many programs graphs start.
 
         Raises:
             RuntimeError: Something that the model does cannot be captured. The runner then works
@@ -165,7 +167,7 @@ class ModelRunner:
         device = self.kv.shape.device
         with torch.inference_mode(), _current(device):
             graphs = DecodeGraphs(
-                self._graph_reader(max_rows),
+                self._graph_reader(self._fixed_rows or max_rows, make_levels),
                 make_graph or graph_maker(device),
                 max_rows=max_rows,
                 block_size=self.kv.block_size,
@@ -175,12 +177,12 @@ class ModelRunner:
             graphs.capture(self._compute, report)
         self._graphs = graphs
 
-    def _graph_reader(self, max_rows: int) -> GraphReader:
+    def _graph_reader(self, max_rows: int, make_levels: Levels) -> GraphReader:
         device = self.kv.shape.device
         if choose(self._options.implementation, self.kv.layer(0)[0]) != "triton":
             return PlanGraphReader(self._options)
-        room = capacity(self._fixed_rows or max_rows, self.kv.num_blocks)
-        return WorkListReader(self._options, room, device)
+        room = capacity(max_rows, make_levels(max_rows)[-1], self.kv.num_blocks)
+        return WorkListReader(self._options, make_levels, room, device)
 
     def _forward(self, batch: Batch) -> LogitSource:
         """Runs the model on a batch's rows; without any, there are only the heads it names."""

@@ -151,10 +151,8 @@ class PickyReader(PlanGraphReader):
         return super().load(plan) if max(plan.kv_lens) <= self.longest else None
 
 
-def graphs_of(reader: PlanGraphReader, **options: Any) -> DecodeGraphs:
-    return DecodeGraphs(
-        reader, graph_maker(CPU), **({"max_rows": 2, "block_size": 4, "device": CPU} | options)
-    )
+def graphs_of(reader: PlanGraphReader, max_rows: int = 2) -> DecodeGraphs:
+    return DecodeGraphs(reader, graph_maker(CPU), max_rows=max_rows, block_size=4, device=CPU)
 
 
 def one_row(position: int) -> Batch:
@@ -257,11 +255,11 @@ def test_the_first_level_that_is_large_enough_is_taken(num_rows: int) -> None:
     assert smallest_level((low, high), [low, Buckets(16, 0, 0, 16)]) == 0
     assert smallest_level((low, high), [low, low._replace(large=low.large + 1)]) == 1
     assert smallest_level((low, high), [high._replace(partials=high.partials + 1), low]) is None
-    room = capacity(num_rows, num_blocks=1000)
+    room = capacity(num_rows, high, num_blocks=1000)
     assert (room.small, room.large, room.partials) == (high.small, high.large, high.partials)
     assert room.blocks >= 1000
 
 
 def test_block_ids_are_bounded() -> None:
     """Catches buffers that grow with the pool without end."""
-    assert capacity(256, num_blocks=1 << 30).blocks == graph_sizes.MAX_BLOCK_IDS
+    assert capacity(256, levels(256)[-1], num_blocks=1 << 30).blocks == graph_sizes.MAX_BLOCK_IDS
