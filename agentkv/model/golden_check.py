@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from agentkv.core.batch import BlockCopy
 from agentkv.errors import UnsupportedModelError
-from agentkv.model.attention import use_agentkv_attention
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner, TokenSampler
@@ -85,10 +84,11 @@ def check_model(
         model, kv, sampler, implementation=implementation, batch_invariant=batch_invariant
     )
     heads = _run_branches(runner, layout, tokens.tolist())
+    ours = model.config._attn_implementation
     try:
         expected = _own_logits(model, tokens.to(shape.device), first=layout.prefix - 1)
     finally:
-        use_agentkv_attention(model)
+        model.set_attn_implementation(ours)
     tolerance = max(_TOLERANCES.get(shape.dtype, 1e-3), _KV_TOLERANCES.get(kv.dtype, 0.0))
     report = _compare(heads, expected, layout, tolerance)
     if not report.error <= report.tolerance:  # NaN must fail
@@ -214,7 +214,8 @@ def _own_logits(model: PreTrainedModel, tokens: Tensor, *, first: int) -> Tensor
     model.set_attn_implementation("eager")
     rows = torch.arange(first, tokens.shape[1], device=tokens.device)
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits
+        # Not model(...): that would compile a compiled model once more.
+        logits: Tensor = model.forward(tokens, use_cache=False, logits_to_keep=rows).logits
     return logits.float()
 
 

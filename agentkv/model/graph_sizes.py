@@ -37,8 +37,8 @@ def levels(num_rows: int) -> tuple[Buckets, ...]:
     merge = bucket(num_rows)
     small, large = bucket(2 * num_rows + 64), bucket(4 * num_rows + 512)
     return (
-        Buckets(small, small, merge, bucket(8 * num_rows + 64)),
-        Buckets(large, large, merge, bucket(64 * num_rows + 64)),
+        Buckets(small, small, merge, bucket(max(64, 8 * num_rows))),
+        Buckets(large, large, merge, bucket(max(64, 32 * num_rows))),
     )
 
 
@@ -55,7 +55,7 @@ def capacity(max_rows: int, largest: Buckets, num_blocks: int) -> Capacity:
         rows=bucket(max_rows),
         small=largest.small,
         large=largest.large,
-        q_rows=bucket(64 * max_rows),
+        q_rows=bucket(32 * max_rows),
         blocks=min(bucket(2 * num_blocks + 64 * max_rows), MAX_BLOCK_IDS),
         partials=largest.partials,
     )

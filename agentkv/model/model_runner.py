@@ -147,6 +147,7 @@ class ModelRunner:
         max_rows: int,
         report: Callable[[str], None],
         *,
+        sizes: tuple[int, ...] | None = None,
         make_graph: Callable[[], StepGraph] | None = None,
         make_levels: Levels = levels,
     ) -> None:
@@ -157,6 +158,7 @@ class ModelRunner:
         Args:
             max_rows: Rows of the largest step that there shall be a graph for.
             report: Called with a line of progress.
+            sizes: Rows of the graphs, ascending; None chooses them for `max_rows`.
             make_graph: Makes an empty graph; None takes what the device has.
             make_levels: Says how many programs graphs start.
 
@@ -172,7 +174,7 @@ class ModelRunner:
                 max_rows=max_rows,
                 block_size=self.kv.block_size,
                 device=device,
-                sizes=(self._fixed_rows,) if self._fixed_rows else None,
+                sizes=(self._fixed_rows,) if self._fixed_rows else sizes,
             )
             graphs.capture(self._compute, report)
         self._graphs = graphs
