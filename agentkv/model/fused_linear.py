@@ -67,10 +67,14 @@ class _PackedWeights:
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self._sizes = [member.out_features for member in members]
-        with torch.no_grad():
-            self._weight = torch.cat(tuple(member.weight for member in members))
-            biases = [member.bias for member in members if member.bias is not None]
-            self._bias = torch.cat(biases) if biases else None
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        for member in members:
+            weights.append(member.weight.detach())
+            if member.bias is not None:
+                biases.append(member.bias.detach())
+        self._weight = torch.cat(weights)
+        self._bias = torch.cat(biases) if biases else None
         self.weights = torch.split(self._weight, self._sizes)
         """Views, one for each member."""
         self.biases = torch.split(self._bias, self._sizes) if self._bias is not None else ()

@@ -24,7 +24,7 @@ from agentkv_kernels.ops import Implementation
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference of a logit, as a share of the logits' own range."""
-_KV_TOLERANCES = {torch.int8: 5e-2, torch.float8_e4m3fn: 1.5e-1}
+_KV_TOLERANCES = {torch.int8: 8e-2, torch.float8_e4m3fn: 1.5e-1}
 """The same for an 8-bit pool, where rounding KV outweighs what the model rounds."""
 _LONGEST_PREFIX = 96
 """A window that needs a longer prefix is not crossed: the check must stay quick."""
