@@ -67,7 +67,7 @@ clean: ## Remove the environment, caches and build outputs
 
 # Writes the generated code under $(1). The oldest supported toolchain makes it: see pyproject.toml.
 generate = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
-	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1) protos/$(PROTO)
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/$(PROTO)
 
 # Set-up, a stamp for each step, so that a step runs again only when its inputs changed.
 

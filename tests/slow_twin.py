@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import Branches, Chunk, Finish
+from agentkv.engine.outputs import Branches, Chunk, Finish, Update
 from agentkv.errors import NotFound, PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
@@ -117,6 +117,8 @@ class TwinBench:
         self.made = made
         self.engine = made.engine
         self.tokens: dict[str, list[int]] = {}
+        self.news: dict[Generation, list[Update]] = {}
+        """Everything each generation has brought."""
         self._pending: dict[Operation, _Pending] = {}
 
     @property
@@ -279,7 +281,9 @@ class TwinBench:
         self.audit()
 
     def _take_news(self, operation: Generation, pending: _Pending) -> None:
-        for update in operation.take_news():
+        news = operation.take_news()
+        self.news.setdefault(operation, []).extend(news)
+        for update in news:
             match update:
                 case Branches(contexts):
                     for view in contexts:

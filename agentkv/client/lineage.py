@@ -18,7 +18,8 @@ class Lineage:
         self.is_owned = is_owned
         self.is_released = False
         self._parent = parent
-        self._children: dict[str, Lineage] = {}
+        # By node, not by id: an attached handle has a node of its own for a context made here.
+        self._children: dict[Lineage, None] = {}
         if is_owned:
             self._hang()
 
@@ -37,7 +38,7 @@ class Lineage:
         self.is_owned = False
         node = self
         while node._parent is not None and not node.is_owned and not node._children:
-            node._parent._children.pop(node.id, None)
+            node._parent._children.pop(node, None)
             node = node._parent
 
     def release(self) -> None:
@@ -53,11 +54,11 @@ class Lineage:
             node = stack.pop()
             if node.is_owned:
                 found.append(node)
-            stack.extend(reversed(node._children.values()))
+            stack.extend(reversed(node._children))
         return found[::-1]
 
     def _hang(self) -> None:
         node = self
-        while node._parent is not None and node.id not in node._parent._children:
-            node._parent._children[node.id] = node
+        while node._parent is not None and node not in node._parent._children:
+            node._parent._children[node] = None
             node = node._parent

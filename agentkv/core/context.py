@@ -47,6 +47,8 @@ class Context:
     is_released: bool = False
     last_used: int = 0
     """Logical time of its last use; orders who gives way."""
+    number: int = 0
+    """Order of creation among the contexts of a store."""
 
     @property
     def is_pinned(self) -> bool:

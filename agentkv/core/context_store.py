@@ -4,7 +4,7 @@ It owns handles, tenants and lineage. It starts no computation and knows no requ
 fact that one may be changing a context.
 """
 
-import bisect
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -49,6 +49,7 @@ class ContextStore:
         self._contexts: dict[str, Context] = {}
         self._num_per_tenant: dict[str, int] = {}
         self._hidden: set[Context] = set()
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -239,17 +240,22 @@ class ContextStore:
     def page(
         self, tenant: str, *, root_id: str | None, page_size: int, page_token: str
     ) -> ContextPage:
-        """Lists a tenant's contexts in the order of their handles, or those of one tree."""
-        ids = sorted(
-            context.id
+        """Lists a tenant's contexts, or those of one tree, parents before their children.
+
+        Raises:
+            InvalidRequest: The page token is none that an earlier page carried.
+        """
+        after = _number_of(page_token)
+        listed = [
+            context
             for context in self
-            if context.tenant == tenant and (root_id is None or context.root_id == root_id)
-        )
-        first = bisect.bisect_right(ids, page_token)
-        page = ids[first : first + page_size]
-        is_last = first + page_size >= len(ids)
-        views = tuple(self.view(self._contexts[context_id]) for context_id in page)
-        return ContextPage(views, "" if is_last else page[-1])
+            if context.number > after
+            and context.tenant == tenant
+            and (root_id is None or context.root_id == root_id)
+        ]
+        page = listed[:page_size]
+        views = tuple(self.view(context) for context in page)
+        return ContextPage(views, str(page[-1].number) if len(listed) > page_size else "")
 
     def check(self) -> None:
         """Asserts that contexts and tree agree."""
@@ -316,8 +322,21 @@ class ContextStore:
             )
 
     def _add(self, context: Context) -> None:
+        context.number = next(self._numbers)
         self._contexts[context.id] = context
         self._num_per_tenant[context.tenant] = self._num_per_tenant.get(context.tenant, 0) + 1
+
+
+def _number_of(page_token: str) -> int:
+    """Reads the creation number of the last context of the page before; 0 for the first page."""
+    if not page_token:
+        return 0
+    if not (page_token.isascii() and page_token.isdecimal()):
+        raise InvalidRequest(
+            "The page token is none this server gave; list from the start.",
+            violations={"page_token": "is none the server gave"},
+        )
+    return int(page_token)
 
 
 def _check_position(position: int, length: int) -> None:

@@ -61,7 +61,9 @@ class ReplyTable:
         """Remembers an answer; without a request id there is nothing to remember."""
         if request_id is None:
             return
-        self._replies[tenant, method, request_id] = _Reply(body, answer, now + self._ttl)
+        key = tenant, method, request_id
+        self._replies[key] = _Reply(body, answer, now + self._ttl)
+        self._replies.move_to_end(key)  # the order of the table is that of expiry
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
 

@@ -109,13 +109,6 @@ def extended(value: Committed) -> pb.ExtendResponse:
     )
 
 
-def chunk(value: Chunk) -> pb.Chunk:
-    """Translates the tokens one step committed to one branch."""
-    return pb.Chunk(
-        branch=value.branch, token_ids=value.token_ids, text=value.text, logprobs=value.logprobs
-    )
-
-
 def finish(value: Finish) -> pb.Finish:
     """Translates the end of one branch."""
     return pb.Finish(
@@ -155,16 +148,23 @@ def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
 
 def branches_generated(updates: Sequence[Update]) -> pb.GenerateBranchesResponse:
     """Translates one step of GenerateBranches."""
-    return pb.GenerateBranchesResponse(
-        contexts=[
-            context(view)
-            for update in updates
-            if isinstance(update, Branches)
-            for view in update.contexts
-        ],
-        chunks=[chunk(update) for update in updates if isinstance(update, Chunk)],
-        finishes=[finish(update) for update in updates if isinstance(update, Finish)],
-    )
+    message = pb.GenerateBranchesResponse()
+    for update in updates:
+        match update:
+            case Chunk():
+                # Field by field in place: a third of what a message made and copied costs, and
+                # this runs for every branch in every step.
+                chunk = message.chunks.add()
+                chunk.branch = update.branch
+                chunk.token_ids.extend(update.token_ids)
+                chunk.text = update.text
+                if update.logprobs:
+                    chunk.logprobs.extend(update.logprobs)
+            case Finish():
+                message.finishes.append(finish(update))
+            case Branches():
+                message.contexts.extend(context(view) for view in update.contexts)
+    return message
 
 
 def model(facts: ModelFacts) -> pb.Model:
@@ -181,7 +181,7 @@ def model(facts: ModelFacts) -> pb.Model:
     )
 
 
-def limits(engine: LimitsConfig, server: ServerConfig) -> pb.Limits:
+def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.Limits:
     """Translates what one tenant or one call may ask for."""
     return pb.Limits(
         max_contexts=engine.max_contexts,
@@ -194,6 +194,7 @@ def limits(engine: LimitsConfig, server: ServerConfig) -> pb.Limits:
         max_request_bytes=server.max_message_bytes,
         max_deadline=server.max_deadline,
         stall_timeout=server.stall_timeout,
+        max_characters=checks.max_characters(facts),
     )
 
 

@@ -105,7 +105,13 @@ class ErrorInterceptor(ServiceInterceptor):
     Outermost but for the counting, so that nothing passes it. gRPC alone would send any
     exception's text to the client, and would leave the client waiting for ever when a handler
     raises a CancelledError that is not the call's own.
+
+    Args:
+        patience: Seconds that a reader has to take the status before its handler ends without it.
     """
+
+    def __init__(self, *, patience: float) -> None:
+        self._patience = patience
 
     async def around(self, behaviour: Behaviour, request: Any, rpc: Rpc, method: str) -> Any:
         """Translates what the behaviour raises."""
@@ -127,13 +133,22 @@ class ErrorInterceptor(ServiceInterceptor):
             log_id = uuid.uuid4().hex
             logger.exception("%s failed; log id %s", method, log_id)
             failure = InternalError(f"The server failed; its log says why under id {log_id}.")
-        # Outside the handler above, so that no traceback keeps the request alive. To a reader that
-        # has stalled the status is delivered once it reads on, cancels or meets its deadline.
-        return await rpc.abort(
-            status.code_of(failure),
-            status.to_status(failure).message,
-            status.trailing_metadata(failure),
-        )
+        # Outside the handler above, so that no traceback keeps the request alive.
+        return await self._abort(rpc, failure)
+
+    async def _abort(self, rpc: Rpc, failure: AgentKVError) -> None:
+        """Ends a call with a status, and does not wait for ever for a reader to take it."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await rpc.abort(
+                    status.code_of(failure),
+                    status.to_status(failure).message,
+                    status.trailing_metadata(failure),
+                )
+        except TimeoutError:
+            # The status is with gRPC, which delivers it once the reader reads on. The handler need
+            # not stay for that: it would count among the open calls.
+            raise asyncio.CancelledError from None
 
     def deserializer(self, inner: Any) -> Any:
         """Lets undecodable bytes through to `around`: gRPC alone would answer UNKNOWN."""

@@ -108,7 +108,7 @@ class Server:
             maximum_concurrent_rpcs=config.max_concurrent_rpcs,
             interceptors=[  # the first is the outermost
                 self._open_calls,
-                ErrorInterceptor(),
+                ErrorInterceptor(patience=config.stall_timeout),
                 DeadlineInterceptor(default=config.default_deadline, longest=config.max_deadline),
             ],
             options=_options(config),

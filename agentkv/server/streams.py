@@ -38,12 +38,19 @@ async def relay(
         AgentKVError: The generation was refused or failed, after what it had committed was
             written.
     """
+    has_begun = False
     async with updates:
         try:
             async for step in updates:
                 message = translate(step)
-                if message is not None:
-                    await _write(rpc, message, stall_timeout)
+                if message is None:
+                    continue
+                if not has_begun:
+                    # By itself gRPC sends it with the first message, and once more with the status
+                    # of a reader that stalls at that message: which fails, and the client hangs.
+                    await rpc.send_initial_metadata(())
+                    has_begun = True
+                await _write(rpc, message, stall_timeout)
         finally:
             # Before anything is awaited again: a failed write is followed by a CancelledError at
             # the next await, even one in a `finally`.

@@ -1,6 +1,6 @@
 """Compiles the kernels for an H200 on any machine, and says what became of them.
 
-    python -m agentkv_kernels.compile_report --json report.json [--only TEXT]
+    python -m agentkv_kernels.compile_report [--json report.json] [--only TEXT] [--check]
 
 Triton's wheel carries the assembler and the disassembler, so neither a GPU nor a CUDA toolkit is
 needed: registers, spills, shared memory and instructions are facts before the first run. This file
@@ -101,9 +101,9 @@ def attention(
     name += f" kv-{NAMES[cache]}" if kv_dtype else ""
     name += f" {'large' if large else 'small'} g{group}"
     name += f" {tile.block_m}x{tile.block_n}x{tile.num_stages}w{tile.num_warps}"
-    types = {argument: "*i32" for argument in ("items", "num_items", "q_rows", "blocks", "kv_lens")}
-    types |= {argument: f"*{NAMES[dtype]}" for argument in ("out", "query", "sinks")}
-    types |= {argument: f"*{NAMES[cache]}" for argument in ("k_cache", "v_cache")}
+    types = dict.fromkeys(("items", "num_items", "q_rows", "blocks", "kv_lens"), "*i32")
+    types |= dict.fromkeys(("out", "query", "sinks"), f"*{NAMES[dtype]}")
+    types |= dict.fromkeys(("k_cache", "v_cache"), f"*{NAMES[cache]}")
     types |= dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale"), "*fp32")
     types |= {"scale": "fp32", "softcap": "fp32", "window": "i32"}
     constants = {
@@ -150,7 +150,7 @@ def _others() -> Iterator[Configuration]:
     """The kernels that move and merge."""
     for head_dim in (64, 128, 256):
         sizes = {"V_HEAD_DIM": head_dim, "BLOCK_V": padded(head_dim)}
-        types = {name: "*i32" for name in ("num_merged", "merge_rows", "merge_begins")}
+        types = dict.fromkeys(("num_merged", "merge_rows", "merge_begins"), "*i32")
         types |= {"merge_parts": "*i32", "part_out": "*fp32", "part_lse": "*fp32"}
         types |= {"out": "*bf16", "sinks": "*bf16"}
         merging = {**sizes, "NUM_Q_HEADS": 32, "BLOCK_P": PARTS_AT_ONCE, "HAS_SINKS": True}
@@ -159,7 +159,7 @@ def _others() -> Iterator[Configuration]:
             types = {"key": "*bf16", "value": "*bf16", "slots": "*i64"}
             types |= dict.fromkeys(("k_cache", "v_cache"), f"*{NAMES[dtype]}")
             types |= dict.fromkeys(("k_scale", "v_scale"), "*fp32")
-            storing = {**sizes, "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
+            storing: dict[str, Any] = {**sizes, "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
             storing |= {"BLOCK_SIZE": 16, "FULL": LARGEST.get(dtype, 0.0)}
             name = f"store d{head_dim} {NAMES[dtype]}"
             yield Configuration(name, store_kv_kernel, types, storing, 1, 1)
@@ -219,8 +219,8 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = [tools / "cuobjdump", "--dump-resource-usage", path]
-        code = [tools / "nvdisasm", path]
+        usage = [str(tools / "cuobjdump"), "--dump-resource-usage", str(path)]
+        code = [str(tools / "nvdisasm"), str(path)]
         outputs = [
             subprocess.run(command, check=True, capture_output=True, text=True).stdout
             for command in (usage, code)
@@ -233,14 +233,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the kernels for sm_90, without a device.")
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--only", default="", help="configurations whose name contains this text")
+    parser.add_argument("--check", action="store_true", help="fail where something is wrong")
     arguments = parser.parse_args()
-    print_line = print
     compiled = []
     for configuration in configurations():
         if arguments.only in configuration.name:
             result = compile_configuration(configuration)
             compiled.append(result)
-            print_line(_line(result), flush=True)
+            print(_line(result), flush=True)
     if arguments.json is not None:
         report = {
             "triton": triton.__version__,
@@ -248,6 +248,21 @@ def main() -> None:
             "configurations": [asdict(result) for result in compiled],
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    faults = [fault for result in compiled for fault in faults_of(result)]
+    for fault in faults:
+        print(fault)
+    if arguments.check and faults:
+        raise SystemExit(1)
+
+
+def faults_of(result: Compiled) -> Iterator[str]:
+    """Says what is wrong with a configuration: a spill, a lone program, the wrong instructions."""
+    if result.spilled_bytes:
+        yield f"{result.name}: {result.spilled_bytes} bytes are spilled"
+    if result.programs_by_shared < 2:
+        yield f"{result.name}: one program on a multiprocessor, {result.shared_bytes} bytes shared"
+    if " large " in result.name and " fp32 " not in result.name and not result.hgmma:
+        yield f"{result.name}: a large tile without wgmma"
 
 
 def _line(result: Compiled) -> str:

@@ -117,3 +117,17 @@ def test_many_contexts_are_released_in_several_calls(client: Client, service: Fa
         root.fork(1_500)
     assert [len(request.context_ids) for request in service.requests("Release")] == [1000, 501]
     assert service.contexts == {}
+
+
+def test_a_second_handle_of_a_context_does_not_lose_its_branches(
+    client: Client, service: FakeService
+) -> None:
+    """Catches branches left on the server because an attached handle was released or detached."""
+    root = client.create("abc")
+    child = root.fork_one()
+    other = client.attach(root.id)
+    late = other.fork_one()
+    other.release()
+    client.close()
+    assert {child.id, late.id, root.id} == set(released(service))
+    assert service.contexts == {}

@@ -5,6 +5,8 @@ its own thread, and its events come when they come: a scenario waits for what it
 `settled` or by reading a stream, and never for a time.
 """
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,17 +17,21 @@ import torch
 from tiny_models import build_tiny_model
 from tiny_tokenizers import build_tiny_tokenizer
 
-from agentkv.config import EngineConfig, ServerConfig
+from agentkv.config import EngineConfig, SchedulerConfig, ServerConfig
+from agentkv.core.batch import Batch, StepResult
 from agentkv.engine.async_engine import AsyncEngine
 from agentkv.engine.build import build_engine_for
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import EngineView
+from agentkv.engine.runner import Runner
 from agentkv.model.loader import LoadedModel
 from agentkv.server.main import Server
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 
 VOCAB_SIZE = 300
 MAX_LENGTH = 4096
+WAIT = 30.0
+"""Seconds after which what should have come never will."""
 
 
 def tiny_engine(**settings: Any) -> Engine:
@@ -46,6 +52,36 @@ def tiny_engine(**settings: Any) -> Engine:
         weight_bytes=sum(weight.nbytes for weight in model.parameters()),
     )
     return build_engine_for(loaded, EngineConfig(**{"num_blocks": 512, **settings}))
+
+
+class HeldRunner:
+    """Runs steps of another runner, and holds each while the gate is closed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.failure: Exception | None = None
+
+    def run(self, batch: Batch) -> StepResult:
+        self.entered.set()
+        assert self.gate.wait(timeout=WAIT)
+        if self.failure is not None:
+            raise self.failure
+        return self._runner.run(batch)
+
+    async def is_entered(self) -> None:
+        """Waits until a step has begun since `entered` was cleared."""
+        assert await asyncio.to_thread(self.entered.wait, WAIT)
+
+
+def held_engine(**settings: Any) -> tuple[Engine, HeldRunner]:
+    """Builds an engine that computes 8 tokens of a request per step, with its gate open."""
+    engine = tiny_engine(scheduler=SchedulerConfig(chunk_size=8, **settings))
+    runner = HeldRunner(engine._loop._runner)
+    engine._loop._runner = runner
+    runner.gate.set()
+    return engine, runner
 
 
 class ReallyServed(NamedTuple):

@@ -1,7 +1,6 @@
 """Calls that end before their time, against a real engine: nothing runs on, nothing is lost."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -9,22 +8,17 @@ from typing import Any, NamedTuple
 import grpc.aio
 import pytest
 from server.harness import failure_of, run
-from server.real_engine import ReallyServed, really_serving, tiny_engine
+from server.real_engine import HeldRunner, ReallyServed, held_engine, really_serving, tiny_engine
 
 from agentkv import errors
-from agentkv.config import SchedulerConfig
-from agentkv.core.batch import Batch, StepResult
-from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import EngineView
-from agentkv.engine.runner import Runner
 from agentkv.errors import Reason
 from agentkv.v1 import agentkv_pb2 as pb
+from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 
 PROMPT = pb.TokenIds(ids=range(10, 50))
 LONG = pb.TokenIds(ids=[7] * 200)
 MANY = pb.SamplingOptions(max_tokens=3000)
-WAIT = 30.0
-"""Seconds after which what should have come never will."""
 METHODS = ["Create", "Extend", "Generate", "GenerateBranches", "Score"]
 
 
@@ -38,36 +32,6 @@ def request_of(method: str, root: str) -> Any:
         "GenerateBranches": pb.GenerateBranchesRequest(context_id=root, count=5, sampling=MANY),
         "Score": pb.ScoreRequest(context_id=root, continuations=score),
     }[method]
-
-
-class HeldRunner:
-    """Runs steps of another runner, and holds each while the gate is closed."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.gate = threading.Event()
-        self.entered = threading.Event()
-        self.failure: Exception | None = None
-
-    def run(self, batch: Batch) -> StepResult:
-        self.entered.set()
-        assert self.gate.wait(timeout=WAIT)
-        if self.failure is not None:
-            raise self.failure
-        return self._runner.run(batch)
-
-    async def is_entered(self) -> None:
-        """Waits until a step has begun since `entered` was cleared."""
-        assert await asyncio.to_thread(self.entered.wait, WAIT)
-
-
-def held_engine(**settings: Any) -> tuple[Engine, HeldRunner]:
-    """Builds an engine that computes 8 tokens of a request per step, with its gate open."""
-    engine = tiny_engine(scheduler=SchedulerConfig(chunk_size=8, **settings))
-    runner = HeldRunner(engine._loop._runner)
-    engine._loop._runner = runner
-    runner.gate.set()
-    return engine, runner
 
 
 async def created(served: ReallyServed) -> str:
@@ -242,5 +206,109 @@ def test_a_failed_step_fails_its_own_calls_only() -> None:
                 pb.GenerateRequest(context_id=cut.root, sampling=sampling, expected_length=40)
             )
             assert sum([len(message.chunk.token_ids) async for message in again]) == 3
+
+    run(scenario())
+
+
+def test_case_114_a_stalled_reader_loses_its_stream_and_no_token() -> None:
+    """Catches a reader that holds a handler, a request or its blocks by not reading."""
+    # More than a stream's window at once, so that the very first write waits for the reader.
+    labels = {f"label {number}": "v" * 256 for number in range(64)}
+
+    async def scenario() -> None:
+        async with (
+            really_serving(stall_timeout=0.2) as served,
+            # Without the probe a client takes megabytes that nobody has read.
+            grpc.aio.insecure_channel(
+                served.server.address, options=[("grpc.http2.bdp_probe", 0)]
+            ) as channel,
+        ):
+            root = await created(served)
+            stub: Any = pb_grpc.ContextServiceStub(channel)
+            call = stub.GenerateBranches(
+                pb.GenerateBranchesRequest(context_id=root, count=32, sampling=MANY, labels=labels)
+            )
+            await served.settled(lambda view: view.num_running == 32)
+            sampling = pb.SamplingOptions(max_tokens=20)
+            other = served.stub.Generate(pb.GenerateRequest(context_id=root, sampling=sampling))
+            assert sum([len(message.chunk.token_ids) async for message in other]) == 20
+            await served.server._open_calls.wait_none()
+            await served.settled(lambda view: view.num_running == 0)
+            received: list[pb.GenerateBranchesResponse] = []
+            error = await failure_of(call, received)
+            assert isinstance(error, errors.SlowReader)
+            handles = [context.id for context in received[0].contexts]
+            assert len(handles) == 32
+            for branch, handle in enumerate(handles):
+                heard = [
+                    token
+                    for message in received
+                    for chunk in message.chunks
+                    if chunk.branch == branch
+                    for token in chunk.token_ids
+                ]
+                answer = await served.stub.Get(pb.GetRequest(context_id=handle, tokens_from=40))
+                assert heard == list(answer.token_ids)[: len(heard)]
+                assert answer.context.length == 40 + len(answer.token_ids)
+
+    run(scenario())
+
+
+def test_a_lost_answer_is_asked_for_again() -> None:
+    """Catches a retry that appends twice, or that makes a second context or branch."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            stub = served.stub
+            create = pb.CreateRequest(token_ids=PROMPT, request_id="one")
+            first, second = await asyncio.gather(stub.Create(create), stub.Create(create))
+            assert first.context.id == second.context.id
+            root = first.context.id
+            fork = pb.ForkRequest(context_id=root, count=3, request_id="one")
+            forks = [await stub.Fork(fork) for _ in range(2)]
+            assert forks[0].contexts == forks[1].contexts
+            assert (await served.engine.view()).num_contexts == 4
+            create.token_ids.ids.append(3)
+            error = await failure_of(stub.Create(create))
+            assert error.reason is Reason.REQUEST_ID_REUSED
+            extend = pb.ExtendRequest(context_id=root, token_ids=PROMPT, expected_length=40)
+            assert (await stub.Extend(extend)).context.length == 80
+            moved = await failure_of(stub.Extend(extend))
+            assert isinstance(moved, errors.ContextMoved)
+            assert moved.actual_length == 80
+            truncate = pb.TruncateRequest(context_id=root, length=40)
+            lengths = [(await stub.Truncate(truncate)).context.length for _ in range(2)]
+            assert lengths == [40, 40]
+
+    run(scenario())
+
+
+def test_what_the_server_has_no_room_for_is_refused_with_numbers() -> None:
+    """Catches a full pool or queue that answers with a hang, or without what would help."""
+
+    async def scenario() -> None:
+        engine, _ = held_engine(max_waiting=2)
+        async with really_serving(engine) as served:
+            root = await created(served)
+            huge = pb.TokenIds(ids=[5] * 4000)
+            long = await served.stub.Create(pb.CreateRequest(token_ids=huge))
+            score = pb.ScoreRequest(
+                context_id=root, continuations=[pb.Continuation(token_ids=huge)] * 3
+            )
+            error = await failure_of(served.stub.Score(score))
+            assert isinstance(error, errors.PoolExhausted)
+            assert error.reason is Reason.QUEUE_FULL
+            assert error.retry_after is not None
+            assert (await served.engine.view()).num_contexts == 2
+            await served.stub.Release(pb.ReleaseRequest(context_ids=[long.context.id]))
+        small = tiny_engine(num_blocks=16)
+        async with really_serving(small) as served:
+            root = await created(served)
+            too_much = pb.ExtendRequest(context_id=root, token_ids=pb.TokenIds(ids=[5] * 300))
+            error = await failure_of(served.stub.Extend(too_much))
+            assert isinstance(error, errors.PoolExhausted)
+            assert error.reason is Reason.KV_BLOCKS_EXHAUSTED
+            assert {"need", "free", "reclaimable"} <= set(error.metadata)
+            assert (await served.engine.get("default", root)).length == 40
 
     run(scenario())

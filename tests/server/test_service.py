@@ -202,7 +202,10 @@ def test_generate_branches_gives_handles_first_and_a_finish_per_branch() -> None
             root = await created(served)
             call = served.stub.GenerateBranches(
                 pb.GenerateBranchesRequest(
-                    context_id=root, count=3, at=2, sampling=pb.SamplingOptions(max_tokens=2)
+                    context_id=root,
+                    count=3,
+                    at=2,
+                    sampling=pb.SamplingOptions(max_tokens=2, logprobs=True),
                 )
             )
             messages = [message async for message in call]
@@ -210,6 +213,8 @@ def test_generate_branches_gives_handles_first_and_a_finish_per_branch() -> None
             assert len(handles) == 3
             assert not any(message.contexts for message in messages[1:])
             assert [chunk.branch for chunk in messages[1].chunks] == [0, 1, 2]
+            assert [list(chunk.logprobs) for chunk in messages[1].chunks] == [[-1.5]] * 3
+            assert {chunk.text for chunk in messages[1].chunks} == {"x"}
             for branch, handle in enumerate(handles):
                 ids = [
                     t for m in messages for c in m.chunks if c.branch == branch for t in c.token_ids

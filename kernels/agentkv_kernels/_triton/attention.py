@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels._triton.merge import merge
-from agentkv_kernels._triton.tree_attention import Partials, Score, attend_items
+from agentkv_kernels._triton.tree_attention import Partials, Score, Tiles, attend_items
 from agentkv_kernels.quantise import KVScales
 from agentkv_kernels.work_buffers import WorkBuffers
 
@@ -22,6 +22,7 @@ def attend(
     *,
     out: Tensor | None = None,
     partials: Partials | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """Attends every row of a work list; may be captured into a CUDA graph.
 
@@ -34,6 +35,7 @@ def attend(
         scales: Factors of 8-bit caches.
         out: Where to, (num_rows, num_q_heads, v_head_dim); None: new.
         partials: Room for as many as the list's bucket says; None: new.
+        tiles: Instead of the table's, to compare them.
     """
     num_rows, num_q_heads, _ = query.shape
     v_head_dim = v_cache.shape[3]
@@ -43,6 +45,6 @@ def attend(
     if partials is None:
         count = buffers.buckets.partials
         partials = Partials.empty(count, num_q_heads, v_head_dim, query.device)
-    attend_items(query, k_cache, v_cache, buffers, score, scales, out, partials)
+    attend_items(query, k_cache, v_cache, buffers, score, scales, out, partials, tiles)
     merge(buffers, partials, score.sinks, out)
     return out

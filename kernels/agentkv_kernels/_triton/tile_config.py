@@ -34,9 +34,22 @@ def tile_config(head_dim: int, item_bytes: int, kv_item_bytes: int, *, large: bo
         kv_item_bytes: Bytes of a number in the cache.
         large: The class.
     """
-    row_bytes = padded(head_dim) * item_bytes
+    dim = padded(head_dim)
+    if item_bytes == 4:
+        return _float32(dim, large=large)
     if not large:
-        block_n = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-        return TileConfig(SMALL_TILE, block_n, 4, 3)
-    block_n = 32 if row_bytes <= 256 else 16
-    return TileConfig(LARGE_TILE, block_n, 8 if kv_item_bytes < item_bytes else 4, 3)
+        return TileConfig(SMALL_TILE, 64 if dim <= 128 else 32, num_warps=4, num_stages=3)
+    # Numbers of 8 bits are widened in registers: twice the threads to hold them.
+    num_warps = 8 if kv_item_bytes < item_bytes else 4
+    return TileConfig(LARGE_TILE, 32 if dim <= 128 else 16, num_warps, num_stages=3)
+
+
+def _float32(dim: int, *, large: bool) -> TileConfig:
+    """Tiles without tensor cores, which are less exact than float32: many threads, no spills."""
+    if not large:
+        return TileConfig(SMALL_TILE, 32 if dim <= 128 else 16, num_warps=8, num_stages=3)
+    if dim <= 64:
+        return TileConfig(LARGE_TILE, 32, num_warps=8, num_stages=3)
+    if dim <= 128:
+        return TileConfig(LARGE_TILE, 16, num_warps=16, num_stages=2)
+    return TileConfig(LARGE_TILE, 16, num_warps=32, num_stages=2)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from agentkv_kernels._triton.compat import launch_options, upcasts
-from agentkv_kernels._triton.tile_config import padded, tile_config
+from agentkv_kernels._triton.tile_config import TileConfig, padded, tile_config
 from agentkv_kernels.quantise import KVScales
 from agentkv_kernels.work_buffers import WorkBuffers
 from agentkv_kernels.work_options import LARGE_TILE, SMALL_TILE
@@ -48,6 +48,20 @@ class Score(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     """(num_q_heads,)"""
+
+
+class Tiles(NamedTuple):
+    """How both classes are compiled."""
+
+    small: TileConfig
+    large: TileConfig
+
+
+def tiles_for(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tiles:
+    """Takes the table's tiles for tensors like these."""
+    dim = max(query.shape[2], v_cache.shape[3])
+    sizes = (dim, query.element_size(), k_cache.element_size())
+    return Tiles(tile_config(*sizes, large=False), tile_config(*sizes, large=True))
 
 
 @triton.jit
@@ -237,6 +251,7 @@ def attend_items(
     scales: KVScales | None,
     out: Tensor,
     partials: Partials,
+    tiles: Tiles | None = None,
 ) -> None:
     """Runs every item: one launch for each tile class that has any.
 
@@ -249,9 +264,12 @@ def attend_items(
         scales: Factors of 8-bit caches.
         out: (num_rows, num_q_heads, v_head_dim), rows with one item are written.
         partials: Room for those of all other rows.
+        tiles: Instead of the table's, to compare them.
     """
+    tiles = tiles or tiles_for(query, k_cache, v_cache)
     buckets = buffers.buckets
-    for large, capacity in ((False, buckets.small), (True, buckets.large)):
+    classes = ((False, buckets.small, tiles.small), (True, buckets.large, tiles.large))
+    for large, capacity, tile in classes:
         if capacity:
             _launch(
                 query,
@@ -264,6 +282,7 @@ def attend_items(
                 partials,
                 large,
                 capacity,
+                tile,
             )
 
 
@@ -278,15 +297,13 @@ def _launch(
     partials: Partials,
     large: bool,
     capacity: int,
+    tile: TileConfig,
 ) -> None:
     """Starts `capacity` items of one class; those beyond the device's count leave at once."""
     num_q_heads, head_dim = query.shape[1:]
     num_kv_heads, v_head_dim = v_cache.shape[2:]
     options = buffers.options
-    config = tile_config(
-        max(head_dim, v_head_dim), query.element_size(), k_cache.element_size(), large=large
-    )
-    assert config.block_m == (LARGE_TILE if large else SMALL_TILE)
+    assert tile.block_m == (LARGE_TILE if large else SMALL_TILE)
     head_tiles = -(-options.group // options.heads_per_tile)
     unused = query  # for pointers that the variant does not follow
     k_scale, v_scale = scales or (unused, unused)
@@ -321,8 +338,8 @@ def _launch(
         HEAD_DIM=head_dim,
         V_HEAD_DIM=v_head_dim,
         BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         BLOCK_D=padded(head_dim),
         BLOCK_V=padded(v_head_dim),
         HAS_WINDOW=options.window is not None,
@@ -331,5 +348,5 @@ def _launch(
         IS_QUANTISED=scales is not None,
         UPCAST=upcasts(query.dtype),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        **launch_options(config.num_warps, config.num_stages),
+        **launch_options(tile.num_warps, tile.num_stages),
     )
