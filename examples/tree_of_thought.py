@@ -10,7 +10,7 @@ et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Models
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from accounts import Accounts
@@ -61,8 +61,9 @@ class Chain:
             and words not in self.stuck
         )
 
-    def advance(self, word: str, branch: Branch) -> None:
-        """Goes on with the branch that proposed a word."""
+    def advance(self, branch: Branch) -> None:
+        """Goes on with the word that a branch proposed."""
+        word = branch.text.strip()
         num_word_tokens = branch.completion.num_tokens_before_stop
         assert num_word_tokens is not None
         self.context.release()
@@ -93,6 +94,7 @@ def main(options: argparse.Namespace) -> None:
         accounts.note(root, start)
         accounts.note(critic, "critic: judges what words mean")
         chain = Chain(root, [start], [root.length])
+        print(f"A chain of {options.length} animals, each beginning as the one before ends\n")
         for step in range(options.max_steps):
             branches = chain.context.complete_branches(
                 options.n,
@@ -101,25 +103,16 @@ def main(options: argparse.Namespace) -> None:
                 seed=1000 * options.seed + step,
                 stop="\n",
             )
-            thoughts = {
-                branch.text.strip(): branch
-                for branch in branches
-                if branch.completion.stop and chain.allows(branch.text.strip())
-            }
-            scores = {word: judge(critic, word) for word in thoughts}
-            best = max(scores, key=lambda word: scores[word], default=None)
-            if best is not None and scores[best] < MIN_SCORE:
-                best = None
-            print(f"{' '.join(chain.words)} -> {show(scores, branches)}")
+            best = pick(chain, critic, branches)
             for branch in branches:
-                if best is None or branch is not thoughts[best]:
+                if branch is not best:
                     branch.context.release()
             if best is None:
                 chain.go_back()
-                accounts.note(chain.context, "again from here")
+                accounts.note(chain.context, f"{chain.words[-1]}, again from here")
                 continue
-            accounts.note(thoughts[best].context, best)
-            chain.advance(best, thoughts[best])
+            accounts.note(best.context, best.text.strip())
+            chain.advance(best)
             if len(chain.words) == options.length:
                 break
         accounts.report(client)
@@ -128,22 +121,29 @@ def main(options: argparse.Namespace) -> None:
     print(f"\nSolved: {' '.join(chain.words)}")
 
 
+def pick(chain: Chain, critic: ContextHandle, branches: Iterable[Branch]) -> Branch | None:
+    """Finds the branch with the best word, prints the step; None when there is no good word."""
+    proposed = {branch.text.strip(): branch for branch in branches if branch.completion.stop}
+    scores = {word: judge(critic, word) for word in proposed if chain.allows(word)}
+    ranked = sorted(scores, key=lambda word: -scores[word])
+    words = ", ".join(f"{word} {scores[word]:+.1f}" for word in ranked)
+    print(" ".join(chain.words), end=" -> ")
+    if not ranked:
+        print(f"stuck: the rules allow none of {', '.join(proposed)}")
+    elif scores[ranked[0]] < MIN_SCORE:
+        print(f"stuck: no animal among {words}")
+    else:
+        print(words)
+        return proposed[ranked[0]]
+    return None
+
+
 def judge(critic: ContextHandle, word: str) -> float:
     """Scores how much likelier a word is called an animal than the next best kind."""
     with critic.fork_one() as verdict:
         verdict.extend(f" {word} is a kind of")
         animal, *others = verdict.score([f" {kind}" for kind in KINDS])
     return animal.total - max(other.total for other in others)
-
-
-def show(scores: Mapping[str, float], branches: Iterable[Branch]) -> str:
-    """Describes a step: the words that the rules left with their scores, the best first."""
-    if not scores:
-        proposed = sorted({branch.text.strip() for branch in branches})
-        return f"stuck: the rules allow none of {', '.join(proposed)}"
-    ranked = sorted(scores.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{word} {score:+.1f}" for word, score in ranked)
-    return words if ranked[0][1] >= MIN_SCORE else f"stuck: no animal among {words}"
 
 
 def parse_options() -> argparse.Namespace:
@@ -165,6 +165,8 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if not re.fullmatch("[a-z]+", options.start):
         parser.error("--start must be one word in small letters")
+    if options.length < 2:
+        parser.error("--length must be at least 2")
     return options
 
 

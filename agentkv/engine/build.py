@@ -5,7 +5,8 @@ Everything that happens once, at start. Nothing here runs again.
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -51,7 +52,8 @@ def build_engine_for(
     report("Comparing forked branches with the model's own attention")
     shape = describe_model(loaded.model)
     sampler = Sampler()
-    check_model(loaded.model, shape, sampler, block_size=config.block_size)
+    with _one_thread():  # a few rows a step gain nothing from more, and lose on a busy machine
+        check_model(loaded.model, shape, sampler, block_size=config.block_size)
     num_blocks = _num_blocks(config, shape)
     kv = KVCache(shape, num_blocks=num_blocks, block_size=config.block_size)
     tokenizer = Tokenizer(loaded.tokenizer)
@@ -66,6 +68,16 @@ def build_engine_for(
         new_id=_new_handles(),
         new_seed=fresh_seed,
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _new_handles() -> Callable[[], str]:

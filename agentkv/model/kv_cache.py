@@ -24,7 +24,7 @@ class KVCache:
     """
 
     def __init__(self, shape: ModelShape, *, num_blocks: int, block_size: int) -> None:
-        """Allocates the pool on the model's device, zeroed.
+        """Allocates the pool on the model's device; nobody reads a slot before it is written.
 
         Args:
             shape: Of the model; says which layers have KV, and how large it is.

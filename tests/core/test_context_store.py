@@ -76,6 +76,27 @@ def test_descendants_come_before_their_parents() -> None:
     assert grandchild.parent is first
 
 
+def test_a_line_of_forks_keeps_no_tokens_of_released_parents() -> None:
+    """Catches memory that grows with every turn of an agent that forks and drops its parent."""
+    store = make_store()
+    context = store.get("t", create(store, 50))
+    for _ in range(5):
+        (child,) = store.fork(context, count=1, at=40, labels={}, now=0)
+        child.tail = store.tree.append(child.tail, range(10), child.hold)
+        child.length = 50
+        store.release(context)
+        context = child
+    store.check()
+    parents = []
+    node = context.parent
+    while node is not None:
+        parents.append(node)
+        node = node.parent
+    assert len(parents) == 5
+    assert all(len(parent.tail.tokens) == 0 for parent in parents)
+    assert store.view(context).parent_id == parents[0].id
+
+
 def test_hidden_branches_have_no_handle() -> None:
     """Catches a branch of Score that can be found, listed, or counted against a quota."""
     store = make_store(max_contexts=1)
