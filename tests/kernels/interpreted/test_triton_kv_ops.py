@@ -41,7 +41,7 @@ def attend(tree: Tree, poison: float, dtype: torch.dtype = torch.float32) -> tor
 @pytest.mark.parametrize("head_major", [False, True])
 def test_store_equals_plain_indexing(dtype: torch.dtype, head_major: bool) -> None:
     """Catches a slot, stride or head mixed up, and -1 written to the last slot."""
-    shapes = [allocate_kv(2, 6, 4, 2, 24, dtype=dtype, device="cpu") for _ in range(2)]
+    shapes = [allocate_kv(2, 6, 4, 2, 24, dtype=dtype, device="cpu").zero_() for _ in "ab"]
     mine, other = (kv.transpose(3, 4).contiguous().transpose(3, 4) if head_major else kv
                    for kv in shapes)  # fmt: skip
     key = torch.randn(2, 5, 24).transpose(0, 1).to(dtype)
