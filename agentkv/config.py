@@ -68,6 +68,9 @@ class LimitsConfig:
     """Seconds for which an answer to a request id is remembered."""
 
 
+KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Which model an engine serves, and with what means."""
@@ -83,7 +86,24 @@ class EngineConfig:
     num_blocks: int | None = None
     """Blocks of the pool; None takes as many as `kv_memory` holds."""
     kv_memory: int | None = None
-    """Bytes of the pool; None takes a fifth of the memory that is free, at most 4 GiB."""
+    """Bytes of the pool; None takes, on a CPU, a fifth of the memory that is free, at most 4 GiB,
+    and on a GPU what `memory_utilization` leaves."""
+    memory_utilization: float | None = None
+    """Share of a GPU's memory, in (0, 1], that weights, the largest step and the pool take
+    together; None is 0.9."""
+    kv_dtype: str = "auto"
+    """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
+    the tokens of 16 bits, rounded to within a few percent of the logits' range; on a GPU only."""
+    graphs: bool | None = None
+    """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
+    fuse_weights: bool | None = None
+    """Whether projections of one input are one matrix product; None: on a GPU, where it saves
+    launches. On a CPU no difference could be measured, at 1 to 64 rows."""
+    compile: bool = False
+    """Whether the model is compiled by torch.compile."""
+    batch_invariant: bool = False
+    """Whether a branch's logits do not depend on what runs beside it, to the bit; on a GPU only,
+    and slower: every step is padded to the token budget."""
     max_length: int | None = None
     """Most committed tokens of one context; None takes the model's own limit."""
     num_threads: int | None = None
@@ -98,6 +118,49 @@ class EngineConfig:
         _require(
             self.num_blocks is None or self.kv_memory is None,
             "num_blocks and kv_memory both size the pool; set one of them.",
+        )
+        utilization = self.memory_utilization
+        _require(
+            utilization is None or 0 < utilization <= 1,
+            f"memory_utilization must be in (0, 1], got {utilization}.",
+        )
+        _require(
+            utilization is None or (self.num_blocks is None and self.kv_memory is None),
+            "memory_utilization sizes the pool, as num_blocks and kv_memory do; set one of them.",
+        )
+        _require(
+            self.kv_dtype in KV_DTYPE_NAMES,
+            f"kv_dtype must be {', '.join(KV_DTYPE_NAMES)}; got {self.kv_dtype!r}.",
+        )
+        if not self.is_on_gpu:
+            self._refuse_on_cpu()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the device is a CUDA one."""
+        return self.device.partition(":")[0] == "cuda"
+
+    def _refuse_on_cpu(self) -> None:
+        """Refuses what only a GPU can do.
+
+        Raises:
+            InvalidRequest: Names the option and why.
+        """
+        _require(not self.graphs, "graphs are CUDA graphs; they need the device cuda.")
+        _require(
+            self.memory_utilization is None,
+            "memory_utilization is for the device cuda; use kv_memory on a CPU.",
+        )
+        _require(
+            self.kv_dtype == "auto",
+            f"kv_dtype {self.kv_dtype} needs the device cuda: on a CPU, attention would convert "
+            "the whole pool in every layer.",
+        )
+        _require(
+            not self.batch_invariant,
+            "batch_invariant needs the device cuda: on a CPU the order of sums depends on who "
+            "shares a prefix and on how many rows are multiplied, so that branches are equal to "
+            "rounding, not to the bit.",
         )
 
 

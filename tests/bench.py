@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from fakes import ContractBroken, FakeModelRunner, Kv, digest, make_engine, make_tokenizer
+from fakes import (
+    ContractBroken,
+    FakeModelRunner,
+    Kv,
+    digest,
+    digest_one,
+    make_engine,
+    make_tokenizer,
+)
 
 from agentkv.config import LimitsConfig, SchedulerConfig
 from agentkv.core.segment import Segment
@@ -235,7 +243,7 @@ class Bench:
             folded = digests.get(segment.parent, 0)
             for offset in range(segment.num_computed - segment.start):
                 position, token = segment.start + offset, segment.tokens[offset]
-                folded = digest([token], folded)
+                folded = digest_one(token, folded)
                 block_id = segment.blocks[position // size - segment.start // size]
                 kv = self.runner.slots[block_id * size + position % size]
                 assert kv == Kv(token, position, folded), f"{segment}: {kv} at {position}"

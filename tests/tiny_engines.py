@@ -20,11 +20,13 @@ from agentkv.core.context_tree import ContextTree
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.model.graph_sizes import Levels, levels
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.loader import LoadedModel
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
 from agentkv.model.sampler import Sampler
+from agentkv_kernels.ops import Implementation
 
 TEXT_VOCAB_SIZE = 300
 """Width of the logits of a model whose every generated token must be text: a byte each."""
@@ -41,6 +43,9 @@ class TinyEngine:
         block_size: int = 4,
         scheduler: SchedulerConfig | None = None,
         max_length: int = MAX_LENGTH,
+        implementation: Implementation | None = None,
+        max_graph_rows: int | None = None,
+        make_levels: Levels = levels,
     ) -> None:
         """Puts an engine on a model; seeds are 1, 2, ... and nothing ends a generation early.
 
@@ -50,13 +55,19 @@ class TinyEngine:
             block_size: Token positions per block.
             scheduler: Step sizes; the defaults if None.
             max_length: Longest context.
+            implementation: Of the kernels; None takes the one for the device.
+            max_graph_rows: Rows of the largest step that runs as a graph; None: none does.
+            make_levels: Says how many programs graphs start.
         """
         shape = describe_model(model)
         self.kv = KVCache(shape, num_blocks=num_blocks, block_size=block_size)
         self.kv.poison(float("nan"))
+        self.runner = ModelRunner(model, self.kv, Sampler(), implementation=implementation)
+        if max_graph_rows is not None:
+            self.runner.capture_graphs(max_graph_rows, lambda _: None, make_levels=make_levels)
         numbers, seeds = itertools.count(), itertools.count(1)
         self.engine = Engine(
-            ModelRunner(model, self.kv, Sampler()),
+            self.runner,
             ModelFacts(
                 name="tiny",
                 architecture=type(model).__name__,

@@ -62,12 +62,19 @@ def serve(
         typer.Option(
             parser=_bytes,
             metavar="SIZE",
-            help="Memory of the pool, such as 1GiB. By default a fifth of what is free, at most "
-            "4 GiB.",
+            help="Memory of the pool, such as 1GiB. By default, on a CPU, a fifth of what is free, "
+            "at most 4 GiB; on a GPU what --memory-utilization leaves.",
         ),
     ] = None,
     num_blocks: Annotated[
         int | None, typer.Option(help="Size of the pool in blocks, in place of --kv-memory.")
+    ] = None,
+    memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory that weights, the largest step and the pool take "
+            "together. By default 0.9."
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     max_length: Annotated[
@@ -75,13 +82,51 @@ def serve(
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(help="float32, bfloat16, float16 or auto: float32 on a CPU."),
+        typer.Option(
+            help="float32, bfloat16, float16 or auto: float32 on a CPU, else the model's own."
+        ),
+    ] = "auto",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What KV is stored as: auto, or on a GPU int8 or fp8, which hold about twice the "
+            "tokens of 16 bits for some precision."
+        ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Whether steps of decoding run as CUDA graphs. By default on a GPU.",
+        ),
+    ] = None,
+    fuse_weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--fuse-weights/--no-fuse-weights",
+            help="Whether q, k and v, and gate and up, are one matrix product each. By default on "
+            "a GPU.",
+        ),
+    ] = None,
+    compile_: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the model with torch.compile, which takes minutes at start."
+        ),
+    ] = False,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="Make a branch's logits independent of what runs beside it, to the bit; on a GPU, "
+            "and slower: every step is padded to --token-budget.",
+        ),
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -102,6 +147,12 @@ def serve(
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
+        memory_utilization=memory_utilization,
+        kv_dtype=kv_dtype,
+        graphs=graphs,
+        fuse_weights=fuse_weights,
+        compile=compile_,
+        batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
         scheduler=SchedulerConfig(token_budget=token_budget),

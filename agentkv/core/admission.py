@@ -7,7 +7,7 @@ the request is refused with numbers. What is pinned never gives way.
 
 from agentkv.core.block_writes import plan_writes, settle
 from agentkv.core.context_store import ContextStore
-from agentkv.core.request import Request
+from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
 from agentkv.errors import PoolExhausted
@@ -62,21 +62,26 @@ class Admission:
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
         settle(self._tree, tail)
-        return plan_writes(self._tree, tail, tail.end).num_blocks
+        return plan_writes(self._tree, tail, request.target).num_blocks
 
     def _room(self, request: Request, hold: Hold) -> int:
+        """Blocks that a request may count on; the watermark is for those who run."""
+        kept_back = 0 if request.status is RequestStatus.RUNNING else self._watermark
+        return max(0, self._num_beside(request, hold) - kept_back)
+
+    def _num_beside(self, request: Request, hold: Hold) -> int:
         """Blocks beside those held at this level or above, by this request's own path too."""
         context = request.context
         before = context.hold
         self._store.set_hold(context, max(before, hold))
         held = self._tree.residency.held[hold]
         self._store.set_hold(context, before)
-        return self._tree.pool.num_blocks - self._watermark - held
+        return self._tree.pool.num_blocks - held
 
     def _exhausted(self, request: Request, need: int) -> PoolExhausted:
         pool = self._tree.pool
         # Not what the request itself stands on: that cannot make room for it.
-        reclaimable = self._room(request, Hold.FIRM) + self._watermark - pool.num_free
+        reclaimable = self._num_beside(request, Hold.FIRM) - pool.num_free
         usable = pool.num_blocks - self._watermark
         advice = (
             "Release or unpin contexts, then try again."

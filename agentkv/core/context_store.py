@@ -187,6 +187,7 @@ class ContextStore:
         """Forgets a context; its blocks go where nothing else holds them. Children live on."""
         assert context.request is None and not context.is_released
         self.tree.detach(context.tail, context.hold)
+        context.tail = self.tree.root(context.tenant)  # its children keep it, not its tokens
         context.is_released = True
         if context in self._hidden:
             self._hidden.remove(context)

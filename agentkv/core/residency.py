@@ -74,6 +74,8 @@ class Residency:
     def offer(self, segment: Segment) -> None:
         """Queues a segment for eviction if it is a leaf, as far as KV goes, that may go."""
         if self._may_go(segment):
+            if len(self._leaves) >= 2 * self.pool.num_blocks:
+                self._drop_stale()
             heapq.heappush(self._leaves, (segment.last_used, segment.id, segment))
 
     def pop_leaf(self) -> Segment | None:
@@ -87,6 +89,12 @@ class Residency:
             elif self._may_go(segment):
                 return segment
         return None
+
+    def _drop_stale(self) -> None:
+        """Keeps one entry per leaf: without pressure nothing else would take stale ones out."""
+        leaves = {segment for _, _, segment in self._leaves if self._may_go(segment)}
+        self._leaves = [(segment.last_used, segment.id, segment) for segment in leaves]
+        heapq.heapify(self._leaves)
 
     def _may_go(self, segment: Segment) -> bool:
         return bool(segment.blocks) and not segment.holds[Hold.KV] and not segment.num_kv_children

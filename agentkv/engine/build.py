@@ -3,7 +3,6 @@
 Everything that happens once, at start. Nothing here runs again.
 """
 
-import os
 import secrets
 from collections.abc import Callable
 
@@ -12,19 +11,13 @@ import torch
 from agentkv.config import EngineConfig, PoolConfig
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
+from agentkv.engine.pool_size import choose_num_blocks
+from agentkv.engine.serving_model import ServingModel, capture_graphs
 from agentkv.engine.tokenizer import Tokenizer
-from agentkv.errors import InvalidRequest
-from agentkv.model.golden_check import check_model
+from agentkv.model.device_memory import memory_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.loader import LoadedModel, load_model
-from agentkv.model.model_runner import ModelRunner
-from agentkv.model.model_shape import ModelShape, describe_model
 from agentkv.model.random_stream import fresh_seed
-from agentkv.model.sampler import Sampler
-
-DEFAULT_POOL_SHARE = 5
-"""The pool takes one part in so many of the memory that is free."""
-DEFAULT_POOL_LIMIT = 4 << 30
 
 
 def build_engine(config: EngineConfig, report: Callable[[str], None] = lambda _: None) -> Engine:
@@ -48,16 +41,17 @@ def build_engine_for(
     loaded: LoadedModel, config: EngineConfig, report: Callable[[str], None] = lambda _: None
 ) -> Engine:
     """Makes an engine for a model that is loaded already; otherwise as `build_engine`."""
-    report("Comparing forked branches with the model's own attention")
-    shape = describe_model(loaded.model)
-    sampler = Sampler()
-    check_model(loaded.model, shape, sampler, block_size=config.block_size)
-    num_blocks = _num_blocks(config, shape)
-    kv = KVCache(shape, num_blocks=num_blocks, block_size=config.block_size)
+    serving = ServingModel.prepare(loaded, config, report)
+    report("Measuring the largest step")
+    facts = serving.measure(memory_of(loaded.device))
+    num_blocks = choose_num_blocks(config, serving.bytes_per_block, facts, on_gpu=config.is_on_gpu)
+    runner = serving.runner(num_blocks)
+    if config.graphs is not False and config.is_on_gpu:
+        capture_graphs(runner, serving.max_graph_rows, report)
     tokenizer = Tokenizer(loaded.tokenizer)
     return Engine(
-        ModelRunner(loaded.model, kv, sampler),
-        _facts(loaded, config, kv, tokenizer),
+        runner,
+        _facts(loaded, config, runner.kv, tokenizer),
         tokenizer,
         pool=PoolConfig(num_blocks=num_blocks, block_size=config.block_size),
         scheduler=config.scheduler,
@@ -72,27 +66,6 @@ def _new_handles() -> Callable[[], str]:
     """Makes handles: the id of this replica, then 128 random bits."""
     replica = secrets.token_hex(4)
     return lambda: f"{replica}.{secrets.token_urlsafe(16)}"
-
-
-def _num_blocks(config: EngineConfig, shape: ModelShape) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
-    memory = config.kv_memory
-    if memory is None:
-        memory = min(_free_memory(shape.device) // DEFAULT_POOL_SHARE, DEFAULT_POOL_LIMIT)
-    num_blocks = memory // shape.bytes_per_block(config.block_size)
-    if num_blocks < 1:
-        raise InvalidRequest(
-            f"{memory} bytes do not hold one block of "
-            f"{shape.bytes_per_block(config.block_size)} bytes; give the pool more memory."
-        )
-    return num_blocks
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _facts(

@@ -245,7 +245,8 @@ class Engine:
             As `fork` and `generate`.
         """
         parent = self._store.get(tenant, context_id)
-        self._checks.generation(params, length=parent.length if at is None else at)
+        if at is None or at <= parent.length:  # the fork below refuses a position beyond
+            self._checks.generation(params, length=parent.length if at is None else at)
         children = self._fork(parent, count, at, labels or {})
         try:
             return self._generate(children, params, children[0].length, is_single=False)
@@ -271,7 +272,7 @@ class Engine:
         self._checks.continuations(continuations, length=parent.length)
         children = self._store.fork_hidden(parent, len(continuations))
         requests = [
-            self._factory.extension(child, token_ids, with_logprobs=True)
+            self._factory.scoring(child, token_ids)
             for child, token_ids in zip(children, continuations, strict=True)
         ]
         operation = Scoring(requests, continuations)

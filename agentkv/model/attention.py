@@ -10,7 +10,7 @@ by name, every argument it does not understand: an ignored one would be a silent
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from agentkv.errors import UnsupportedModelError
 
 ATTENTION_NAME = "agentkv"
 """Name of the function in transformers' registry. No mask is registered under it: none is built."""
+UNTRACED_NAME = "agentkv_untraced"
+"""Name of the same function for compiled models, which call it without looking inside."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -126,19 +128,27 @@ def _refuse_unknown(
         )
 
 
-def use_agentkv_attention(model: PreTrainedModel) -> None:
+def use_agentkv_attention(model: PreTrainedModel, *, is_traced: bool = True) -> None:
     """Makes every layer of the model call this file's function from now on.
+
+    Args:
+        model: Any.
+        is_traced: False for a model that torch.compile compiles: it then leaves attention alone.
 
     Raises:
         UnsupportedModelError: The model computes attention without transformers' interface.
     """
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    name, function = ATTENTION_NAME, _attention
+    if not is_traced:  # made only now: it loads the whole compiler
+        compiler: Any = torch.compiler  # its functions carry no types
+        name, function = UNTRACED_NAME, compiler.disable(_attention)
+    AttentionInterface.register(name, function)
     if not getattr(type(model), "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes attention by itself instead of through transformers' "
             "attention interface, so its KV cannot be shared. Use another model family."
         )
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(name)
 
 
 def check_called_once(model: PreTrainedModel, layers: Sequence[int], num_layers: int) -> None:

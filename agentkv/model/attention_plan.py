@@ -25,10 +25,16 @@ class AttentionPlanner:
         self._runs: tuple[Run, ...] = ()
         self._plan: AttentionPlan | None = None
 
-    def plan(self, batch: Batch) -> AttentionPlan:
-        """Returns the plan of a batch; it is valid until the next call."""
-        kv_lens = [position + 1 for position in batch.positions]
-        grown = self._growth(batch)
+    def plan(self, batch: Batch, num_rows: int | None = None) -> AttentionPlan:
+        """Returns the plan of a batch; it is valid until the next call.
+
+        Args:
+            batch: A step.
+            num_rows: Rows of the plan; those beyond the batch's read nothing. None: the batch's.
+        """
+        padding = 0 if num_rows is None else num_rows - batch.num_rows
+        kv_lens = [position + 1 for position in batch.positions] + [0] * padding
+        grown = self._growth(batch, len(kv_lens))
         if self._plan is not None and grown is not None:
             self._plan.advance(kv_lens, grown)
             self.num_advances += 1
@@ -38,9 +44,9 @@ class AttentionPlanner:
         self._runs = batch.runs
         return self._plan
 
-    def _growth(self, batch: Batch) -> list[RunGrowth] | None:
+    def _growth(self, batch: Batch, num_rows: int) -> list[RunGrowth] | None:
         """Says how the runs grew since the step before, or None if more than lengths changed."""
-        if self._plan is None or batch.num_rows != self._plan.num_rows:
+        if self._plan is None or num_rows != self._plan.num_rows:
             return None
         if len(batch.runs) != len(self._runs):
             return None

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from agentkv.core.batch import BlockCopy
 from agentkv.errors import UnsupportedModelError
-from agentkv.model.attention import use_agentkv_attention
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner, TokenSampler
@@ -25,6 +24,8 @@ from agentkv_kernels.ops import Implementation
 
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference of a logit, as a share of the logits' own range."""
+_KV_TOLERANCES = {torch.int8: 8e-2, torch.float8_e4m3fn: 1.5e-1}
+"""The same for an 8-bit pool, where rounding KV outweighs what the model rounds."""
 _LONGEST_PREFIX = 96
 """A window that needs a longer prefix is not crossed: the check must stay quick."""
 _NUM_NEW_TOKENS = 4
@@ -54,7 +55,9 @@ def check_model(
     sampler: TokenSampler,
     *,
     block_size: int,
+    kv_dtype: torch.dtype | None = None,
     implementation: Implementation | None = None,
+    batch_invariant: bool = False,
 ) -> GoldenReport:
     """Compares two forked branches with the model's own attention on each branch's tokens.
 
@@ -63,7 +66,9 @@ def check_model(
         shape: Of the model.
         sampler: The one that will serve; nothing is sampled here.
         block_size: The one that will serve.
+        kv_dtype: As for `KVCache`.
         implementation: Of the kernels, as for `ModelRunner`.
+        batch_invariant: As for `ModelRunner`.
 
     Raises:
         UnsupportedModelError: The logits differ by more than the dtype's tolerance; says by how
@@ -73,21 +78,26 @@ def check_model(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (2, layout.length), generator=generator)
     tokens[1, : layout.prefix] = tokens[0, : layout.prefix]
-    kv = KVCache(shape, num_blocks=layout.num_blocks, block_size=block_size)
+    kv = KVCache(shape, num_blocks=layout.num_blocks, block_size=block_size, dtype=kv_dtype)
     kv.poison(float("nan"))
-    runner = ModelRunner(model, kv, sampler, implementation=implementation)
+    runner = ModelRunner(
+        model, kv, sampler, implementation=implementation, batch_invariant=batch_invariant
+    )
     heads = _run_branches(runner, layout, tokens.tolist())
+    ours = model.config._attn_implementation
     try:
         expected = _own_logits(model, tokens.to(shape.device), first=layout.prefix - 1)
     finally:
-        use_agentkv_attention(model)
-    report = _compare(heads, expected, layout, _TOLERANCES.get(shape.dtype, 1e-3))
+        model.set_attn_implementation(ours)
+    tolerance = max(_TOLERANCES.get(shape.dtype, 1e-3), _KV_TOLERANCES.get(kv.dtype, 0.0))
+    report = _compare(heads, expected, layout, tolerance)
     if not report.error <= report.tolerance:  # NaN must fail
         raise UnsupportedModelError(
             f"{shape.architecture} differs from its own attention when branches share blocks: "
             f"logits are off by {report.error:.2e} of their range (tolerance "
-            f"{report.tolerance:.0e} for {shape.dtype}). Answers would be silently wrong, so it "
-            "is not served. Load it in float32 to tell rounding from a fault, or use another model."
+            f"{report.tolerance:.0e} for {shape.dtype}, KV in {kv.dtype}). Answers would be "
+            "silently wrong, so it is not served. Load it in float32 to tell rounding from a "
+            "fault, or use another model."
         )
     return report
 
@@ -204,7 +214,8 @@ def _own_logits(model: PreTrainedModel, tokens: Tensor, *, first: int) -> Tensor
     model.set_attn_implementation("eager")
     rows = torch.arange(first, tokens.shape[1], device=tokens.device)
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=tokens, use_cache=False, logits_to_keep=rows).logits
+        # Not model(...): that would compile a compiled model once more.
+        logits: Tensor = model.forward(tokens, use_cache=False, logits_to_keep=rows).logits
     return logits.float()
 
 

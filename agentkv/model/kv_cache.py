@@ -3,17 +3,39 @@
     group    layers with equal heads and dims lie in one tensor:
              (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), 0 = keys, 1 = values
     donor    a layer that reads another one's KV has no storage of its own
+    factors  of an 8-bit pool: one for each token and head, laid out like the group
 
 Which block belongs to whom is decided elsewhere; here a block id is an index.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from agentkv.core.batch import BlockCopy
 from agentkv.model.model_shape import ModelShape
-from agentkv_kernels import allocate_kv, copy_blocks
+from agentkv_kernels import KVScales, allocate_kv, copy_blocks
+
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""What KV may be stored as instead of the model's own dtype, by the option's word."""
+
+
+class _Group(NamedTuple):
+    """Storage of layers with equal heads and dims."""
+
+    numbers: Tensor
+    """(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+    factors: Tensor | None
+    """(num_layers, 2, num_blocks, block_size, num_kv_heads, 1) float32, of an 8-bit pool."""
+
+    def scales(self, place: int) -> KVScales | None:
+        """Returns the factors of one of the layers, as views."""
+        if self.factors is None:
+            return None
+        keys, values = self.factors[place].squeeze(-1)
+        return KVScales(keys, values)
 
 
 class KVCache:
@@ -23,42 +45,52 @@ class KVCache:
     other than those it names.
     """
 
-    def __init__(self, shape: ModelShape, *, num_blocks: int, block_size: int) -> None:
-        """Allocates the pool on the model's device, zeroed.
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocates the pool on the model's device; nobody reads a slot before it is written.
 
         Args:
             shape: Of the model; says which layers have KV, and how large it is.
             num_blocks: At least 1.
             block_size: Token positions per block, at least 1.
+            dtype: One of KV_DTYPES' for an 8-bit pool; None stores what the model computes.
         """
         self.shape = shape
+        self.dtype = dtype or shape.dtype
         self.num_blocks = num_blocks
         self.block_size = block_size
         places: dict[tuple[int, int], list[int]] = {}
         for index, layer in enumerate(shape.layers):
             if layer.donor == index:
                 places.setdefault((layer.num_kv_heads, layer.head_dim), []).append(index)
-        self._groups: list[Tensor] = []
+        self._groups: list[_Group] = []
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scales: dict[int, KVScales | None] = {}
         for (num_kv_heads, head_dim), owners in places.items():
-            group = allocate_kv(
-                len(owners),
-                num_blocks,
-                block_size,
-                num_kv_heads,
-                head_dim,
-                dtype=shape.dtype,
-                device=shape.device,
-            )
+            group = self._allocate(len(owners), num_kv_heads, head_dim)
             self._groups.append(group)
-            self._layers |= {
-                layer: (group[place, 0], group[place, 1]) for place, layer in enumerate(owners)
-            }
+            for place, owner in enumerate(owners):
+                self._layers[owner] = (group.numbers[place, 0], group.numbers[place, 1])
+                self._scales[owner] = group.scales(place)
+
+    def _allocate(self, num_layers: int, num_kv_heads: int, head_dim: int) -> _Group:
+        sizes = (num_layers, self.num_blocks, self.block_size, num_kv_heads)
+        device = self.shape.device
+        numbers = allocate_kv(*sizes, head_dim, dtype=self.dtype, device=device)
+        if self.dtype not in KV_DTYPES.values():
+            return _Group(numbers, None)
+        return _Group(numbers, allocate_kv(*sizes, 1, dtype=torch.float32, device=device))
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of K and V of one block, all layers together."""
-        return self.shape.bytes_per_block(self.block_size)
+        return self.shape.bytes_per_block(self.block_size, self.dtype)
 
     def owns_kv(self, layer: int) -> bool:
         """Whether the layer writes KV; False when it reads another layer's."""
@@ -72,6 +104,10 @@ class KVCache:
         """
         return self._layers[self.shape.layers[layer].donor]
 
+    def scales(self, layer: int) -> KVScales | None:
+        """Returns the factors of what a layer reads, views of the pool; None unless it is 8-bit."""
+        return self._scales[self.shape.layers[layer].donor]
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies the first `num_tokens` slots of each source block, K and V of every layer.
 
@@ -84,9 +120,18 @@ class KVCache:
         destinations = [copy.dst_block_id for copy in copies]
         counts = [copy.num_tokens for copy in copies]
         for group in self._groups:
-            copy_blocks(group, sources, destinations, counts)
+            copy_blocks(group.numbers, sources, destinations, counts)
+            if group.factors is not None:
+                copy_blocks(group.factors, sources, destinations, counts)
 
     def poison(self, value: float) -> None:
-        """Fills every slot of every layer with a value, so that a test sees who reads too much."""
+        """Fills every slot of every layer with a value, so that a test sees who reads too much.
+
+        In an 8-bit pool it is the factors that get the value.
+        """
         for group in self._groups:
-            group.fill_(value)
+            if group.factors is None:
+                group.numbers.fill_(value)
+            else:
+                group.numbers.fill_(1)
+                group.factors.fill_(value)

@@ -146,6 +146,11 @@ def _parse_device(device: str) -> torch.device:
         raise InvalidRequest(f"torch knows no device {device!r}; try cpu or cuda.") from error
     if parsed.type == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("No CUDA device is available; use the device cpu.")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(
+            f"There is no device {device}; this computer has {torch.cuda.device_count()} of them, "
+            "counted from 0."
+        )
     return parsed
 
 
@@ -205,7 +210,14 @@ def _load_weights(
         raise InvalidRequest(
             f"The safetensors in {folder} do not fit the model: {', '.join(absent[:5])}."
         )
-    on_device = model.to(device).eval()
+    try:
+        on_device = model.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        size = sum(weight.nbytes for weight in model.parameters())
+        raise InvalidRequest(
+            f"The weights in {folder} take {size / 2**30:.2f} GiB, which {device} has not free; "
+            "load them as bfloat16, or use another device."
+        ) from error
     assert isinstance(on_device, PreTrainedModel)
     return on_device
 

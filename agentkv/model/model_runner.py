@@ -6,25 +6,33 @@ the Batch. It keeps nothing between steps but the AttentionPlan; kept logits bel
 for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentkv.core.batch import NO_SLOT, Batch, Sample, Sampled, Score, StepResult
-from agentkv.model.attention import LayerCall, check_called_once, forward
+from agentkv.core.batch import Batch, Sample, Sampled, Score, StepResult
+from agentkv.model.attention import check_called_once, forward
 from agentkv.model.attention_plan import AttentionPlanner
+from agentkv.model.decode_graphs import DecodeGraphs
+from agentkv.model.graph_reader import GraphReader, PlanGraphReader, WorkListReader
+from agentkv.model.graph_sizes import Levels, capacity, levels
 from agentkv.model.kv_cache import KVCache
-from agentkv_kernels import AttentionPlan, store_kv, tree_attention
-from agentkv_kernels.ops import Implementation
+from agentkv.model.logit_source import LogitSource
+from agentkv.model.paged_step import AttentionOptions, PagedStep, PlanReader, Reader
+from agentkv.model.step_graph import StepGraph, graph_maker
+from agentkv.model.step_rows import StepRows
+from agentkv.model.upload import upload
+from agentkv_kernels.implementation import Implementation, choose
 
-_Asked = TypeVar("_Asked", Sample, Score)
-
-SLICE_BYTES = 32 * 1024 * 1024
+SLICE_BYTES = 32 << 20
 """Most bytes of logits converted and reduced at once; a sampler may hold a few such arrays."""
+GPU_SLICE_BYTES = 256 << 20
+"""The same on a GPU, where each slice waits for the device once."""
 
 
 class TokenSampler(Protocol):
@@ -50,6 +58,8 @@ class RunnerStatistics:
     """Steps that made a new AttentionPlan."""
     num_plan_advances: int
     """Steps that went on with the plan of the step before."""
+    num_graph_steps: int
+    """Steps that ran as a CUDA graph."""
 
 
 class ModelRunner:
@@ -66,7 +76,9 @@ class ModelRunner:
         sampler: TokenSampler,
         *,
         implementation: Implementation | None = None,
-        slice_bytes: int = SLICE_BYTES,
+        batch_invariant: bool = False,
+        fixed_rows: int | None = None,
+        slice_bytes: int | None = None,
     ) -> None:
         """Pairs a model with its pool.
 
@@ -76,14 +88,22 @@ class ModelRunner:
             sampler: Chooses tokens from logits.
             implementation: Of the kernels: `reference` is the specification, and slow; None takes
                 the one for the device.
-            slice_bytes: Most bytes of fp32 logits that one call of the sampler sees.
+            batch_invariant: Attention of a row does not depend on other rows, to the bit.
+            fixed_rows: Pads every step to so many rows, so that matrix products have one shape
+                whatever runs beside a row; no batch may have more. None: steps as they come.
+            slice_bytes: Most bytes of fp32 logits that one call of the sampler sees; None takes
+                the size for the device.
         """
         self.kv = kv
         self._model = model
         self._sampler = sampler
-        self._implementation = implementation
-        self._slice_bytes = slice_bytes
+        self._options = AttentionOptions(implementation, batch_invariant)
+        self._fixed_rows = fixed_rows
+        on_gpu = kv.shape.device.type == "cuda"
+        self._slice_bytes = slice_bytes or (GPU_SLICE_BYTES if on_gpu else SLICE_BYTES)
         self._planner = AttentionPlanner(kv.block_size)
+        self._step = PagedStep(kv, self._options)
+        self._graphs: DecodeGraphs | None = None
         self._num_steps = 0
         self._num_rows = 0
 
@@ -100,11 +120,9 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: The model did something at this step that load did not show.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), _current(self.kv.shape.device):
             self.kv.copy(batch.copies)
-            asked = _asked_rows(batch)
-            logits = self._forward(batch, asked) if batch.num_rows else None
-            source = _LogitSource(logits, asked, self._slice_bytes)
+            source = self._forward(batch)
             result = StepResult(
                 samples=tuple(self._sample(source, batch.samples)),
                 heads=tuple(source.keep(row) for row in batch.heads),
@@ -121,30 +139,87 @@ class ModelRunner:
             num_rows=self._num_rows,
             num_plan_builds=self._planner.num_builds,
             num_plan_advances=self._planner.num_advances,
+            num_graph_steps=self._graphs.num_replays if self._graphs is not None else 0,
         )
 
-    def _forward(self, batch: Batch, asked: Sequence[int]) -> Tensor:
+    def capture_graphs(
+        self,
+        max_rows: int,
+        report: Callable[[str], None],
+        *,
+        sizes: tuple[int, ...] | None = None,
+        make_graph: Callable[[], StepGraph] | None = None,
+        make_levels: Levels = levels,
+    ) -> None:
+        """Makes graphs for steps that ask for the logits of each of their rows: those of decoding.
+
+        Such steps then start with one call instead of hundreds. Others run as before.
+
+        Args:
+            max_rows: Rows of the largest step that there shall be a graph for.
+            report: Called with a line of progress.
+            sizes: Rows of the graphs, ascending; None chooses them for `max_rows`.
+            make_graph: Makes an empty graph; None takes what the device has.
+            make_levels: Says how many programs graphs start.
+
+        Raises:
+            RuntimeError: Something that the model does cannot be captured. The runner then works
+                without graphs.
+        """
         device = self.kv.shape.device
-        token_ids, positions, slots = torch.tensor(
-            [batch.token_ids, batch.positions, batch.slots], dtype=torch.int64, device=device
-        )
-        step = _PagedStep(
-            self.kv,
-            self._planner.plan(batch),
-            slots,
-            is_writing=any(slot != NO_SLOT for slot in batch.slots),
-            implementation=self._implementation,
-        )
-        rows = torch.tensor(asked, dtype=torch.int64, device=device)
-        logits = forward(self._model, step, token_ids, positions, rows)
-        check_called_once(self._model, step.layers, self.kv.shape.num_layers)
+        with torch.inference_mode(), _current(device):
+            graphs = DecodeGraphs(
+                self._graph_reader(self._fixed_rows or max_rows, make_levels),
+                make_graph or graph_maker(device),
+                max_rows=max_rows,
+                block_size=self.kv.block_size,
+                device=device,
+                sizes=(self._fixed_rows,) if self._fixed_rows else sizes,
+            )
+            graphs.capture(self._compute, report)
+        self._graphs = graphs
+
+    def _graph_reader(self, max_rows: int, make_levels: Levels) -> GraphReader:
+        device = self.kv.shape.device
+        if choose(self._options.implementation, self.kv.layer(0)[0]) != "triton":
+            return PlanGraphReader(self._options)
+        room = capacity(max_rows, make_levels(max_rows)[-1], self.kv.num_blocks)
+        return WorkListReader(self._options, make_levels, room, device)
+
+    def _forward(self, batch: Batch) -> LogitSource:
+        """Runs the model on a batch's rows; without any, there are only the heads it names."""
+        asked = _asked_rows(batch)
+        if not batch.num_rows:
+            return LogitSource(None, (), self._slice_bytes)
+        fits = self._graphs.padded_rows(batch, len(asked)) if self._graphs is not None else None
+        num_rows = fits or self._fixed_rows or batch.num_rows
+        plan = self._planner.plan(batch, num_rows)
+        logits = self._graphs.run(batch, plan) if fits and self._graphs is not None else None
+        if logits is not None:
+            return LogitSource(logits, asked, self._slice_bytes)
+        device = self.kv.shape.device
+        rows = StepRows.of(batch, num_rows, device)
+        reader = PlanReader(self._options, plan)
+        if self._fixed_rows is not None:  # the head is a matrix product as well
+            every = range(batch.num_rows)
+            return LogitSource(self._compute(rows, reader), every, self._slice_bytes)
+        wanted = upload(asked, torch.int64, device)
+        return LogitSource(self._compute(rows, reader, wanted), asked, self._slice_bytes)
+
+    def _compute(self, rows: StepRows, reader: Reader, wanted: Tensor | None = None) -> Tensor:
+        """Runs the model; answers the wanted rows' logits, or every row's, (n, vocab_size)."""
+        self._step.begin(rows, reader)
+        if wanted is None:
+            wanted = torch.arange(len(rows.slots), device=rows.slots.device)
+        logits = forward(self._model, self._step, rows.token_ids, rows.positions, wanted)
+        check_called_once(self._model, self._step.layers, self.kv.shape.num_layers)
         return logits
 
-    def _sample(self, source: "_LogitSource", samples: Sequence[Sample]) -> Iterator[Sampled]:
+    def _sample(self, source: LogitSource, samples: Sequence[Sample]) -> Iterator[Sampled]:
         for part in source.slices(samples):
             yield from self._sampler.sample(source.gather(part), part)
 
-    def _score(self, source: "_LogitSource", scores: Sequence[Score]) -> Iterator[float]:
+    def _score(self, source: LogitSource, scores: Sequence[Score]) -> Iterator[float]:
         for part in source.slices(scores):
             tokens = [score.token for score in part]
             yield from self._sampler.token_logprobs(source.gather(part), tokens)
@@ -156,80 +231,6 @@ def _asked_rows(batch: Batch) -> list[int]:
     return sorted(row for row in rows.union(batch.heads) if row is not None)
 
 
-class _LogitSource:
-    """Logits of this step's rows and of heads kept by earlier steps, as one supply."""
-
-    def __init__(self, logits: Tensor | None, rows: Sequence[int], slice_bytes: int) -> None:
-        self._logits = logits  # (len(rows), vocab_size), or None when nothing ran
-        self._index_of = {row: index for index, row in enumerate(rows)}
-        self._slice_bytes = slice_bytes
-
-    def keep(self, row: int) -> Tensor:
-        """Copies a row's logits out of the step."""
-        return self._row(row).to(torch.float32, copy=True)
-
-    def slices(self, asked: Sequence[_Asked]) -> Iterator[Sequence[_Asked]]:
-        """Cuts a list into parts whose logits stay below the bound."""
-        if not asked:
-            return
-        vocab_size = self._of(asked[0]).shape[-1]
-        step = max(1, self._slice_bytes // (4 * vocab_size))
-        for start in range(0, len(asked), step):
-            yield asked[start : start + step]
-
-    def gather(self, asked: Sequence[Sample] | Sequence[Score]) -> Tensor:
-        """Collects the logits of each, (len(asked), vocab_size) fp32."""
-        rows = [item.row for item in asked if item.row is not None]
-        if len(rows) < len(asked):
-            return torch.stack([self._of(item).float() for item in asked])
-        assert self._logits is not None
-        indices = torch.tensor([self._index_of[row] for row in rows], device=self._logits.device)
-        return self._logits.index_select(0, indices).float()
-
-    def _of(self, asked: Sample | Score) -> Tensor:
-        if asked.row is not None:
-            return self._row(asked.row)
-        assert isinstance(asked.head, Tensor), "neither a row nor a kept head"
-        return asked.head
-
-    def _row(self, row: int) -> Tensor:
-        assert self._logits is not None, "a row is asked for, but the batch has none"
-        return self._logits[self._index_of[row]]
-
-
-class _PagedStep:
-    """One forward pass: where each layer's KV goes, and what each row reads."""
-
-    def __init__(
-        self,
-        kv: KVCache,
-        plan: AttentionPlan,
-        slots: Tensor,  # (num_rows,) int64, NO_SLOT where nothing is written
-        *,
-        is_writing: bool,
-        implementation: Implementation | None,
-    ) -> None:
-        self.layers: list[int] = []
-        self._kv = kv
-        self._plan = plan
-        self._slots = slots
-        self._is_writing = is_writing
-        self._implementation = implementation
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Stores the layer's new K and V unless another layer's serve it, then attends."""
-        self.layers.append(call.layer)
-        key_cache, value_cache = self._kv.layer(call.layer)
-        if self._is_writing and self._kv.owns_kv(call.layer):
-            store_kv(call.key, call.value, key_cache, value_cache, self._slots)
-        return tree_attention(
-            call.query,
-            key_cache,
-            value_cache,
-            self._plan,
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            implementation=self._implementation,
-        )
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the one that kernels go to; each thread has its own choice of it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -57,14 +57,21 @@ class ModelShape:
         """Distinct sliding windows, ascending."""
         return tuple(sorted({layer.window for layer in self.layers if layer.window is not None}))
 
-    def bytes_per_block(self, block_size: int) -> int:
-        """Counts the bytes of K and V that one block takes, all layers together."""
-        elements = sum(
-            2 * block_size * layer.num_kv_heads * layer.head_dim
+    def bytes_per_block(self, block_size: int, kv_dtype: torch.dtype | None = None) -> int:
+        """Counts the bytes of K and V that one block takes, all layers together.
+
+        Args:
+            block_size: Token positions per block.
+            kv_dtype: What the pool stores; None is the model's own. An 8-bit one adds a float32
+                factor for each token and head.
+        """
+        dtype = kv_dtype or self.dtype
+        factor = 4 if dtype.itemsize == 1 else 0
+        return sum(
+            2 * block_size * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + factor)
             for index, layer in enumerate(self.layers)
             if layer.donor == index
         )
-        return elements * self.dtype.itemsize
 
 
 def describe_model(model: PreTrainedModel) -> ModelShape:

@@ -12,6 +12,7 @@ Order and meaning of the filters are those of transformers' logits processors.
 """
 
 from collections.abc import Iterator, Sequence
+from math import isnan
 
 import numpy as np
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from agentkv.core.batch import Sample, Sampled
 from agentkv.model.random_stream import Draw, uniforms
+from agentkv.model.upload import upload
 from agentkv.sampling_params import SamplingParams
 
 CPU_ELEMENTS_AT_ONCE = 2**17
 """Logits whose float64 copies are made at the same time: those copies stay in the cache."""
 GPU_ELEMENTS_AT_ONCE = 2**24
 """The same on a GPU, where a few large launches are better: 128 MiB for each copy."""
+_FAILED = -1
+"""Stands for the token of a row that failed."""
 
 
 class Sampler:
@@ -47,14 +51,11 @@ class Sampler:
         failed = ~logits.gather(1, tokens[:, None]).squeeze(1).isfinite()
         drawn = [row for row, sample in enumerate(samples) if not sample.params.is_greedy]
         for rows in _chunks(drawn, logits):
-            index = torch.tensor(rows, device=logits.device)
+            index = upload(rows, torch.int64, logits.device)
             chosen = _draw(logits[index], failed[index], [samples[row] for row in rows])
             tokens[index] = chosen
-        logprobs = _requested_logprobs(logits, tokens, samples)
-        return [
-            Sampled(-1, None, failed=True) if bad else Sampled(token, logprobs.get(row))
-            for row, (token, bad) in enumerate(zip(tokens.tolist(), failed.tolist(), strict=True))
-        ]
+        asking = [row for row, sample in enumerate(samples) if sample.params.logprobs]
+        return _answers(tokens.masked_fill(failed, _FAILED), _logprobs_at(logits, tokens, asking))
 
     def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
         """Computes the natural logarithm of one given token's probability for each row.
@@ -67,27 +68,45 @@ class Sampler:
             (num_rows,) log-softmax in float64; NaN where the logits are not finite.
         """
         assert logits.shape[0] == len(tokens), "one token for each row"
-        index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-        parts = (slice(rows[0], rows[-1] + 1) for rows in _chunks(range(len(tokens)), logits))
-        return [value for part in parts for value in _logprobs(logits[part], index[part])]
+        index = upload(tokens, torch.int64, logits.device)
+        parts = [slice(rows[0], rows[-1] + 1) for rows in _chunks(range(len(tokens)), logits)]
+        if not parts:
+            return []
+        found = torch.cat([_logprobs(logits[part], index[part]) for part in parts])
+        listed: list[float] = found.tolist()
+        return listed
 
 
-def _requested_logprobs(
-    logits: Tensor, tokens: Tensor, samples: Sequence[Sample]
-) -> dict[int, float]:
-    """Maps the rows that ask for a log-probability to it."""
-    asking = [row for row, sample in enumerate(samples) if sample.params.logprobs]
-    found: dict[int, float] = {}
-    for rows in _chunks(asking, logits):
-        index = torch.tensor(rows, device=logits.device)
-        found |= zip(rows, _logprobs(logits[index], tokens[index]), strict=True)
+def _answers(tokens: Tensor, logprobs: Tensor | None) -> list[Sampled]:
+    """Fetches what was chosen, in one transfer: the only time a step waits for its device."""
+    if logprobs is None:
+        pairs = ((token, None) for token in tokens.tolist())
+    else:
+        # Any token is exact in float64, so both fit one tensor.
+        fetched = torch.stack((tokens.double(), logprobs), dim=1).tolist()
+        pairs = ((int(token), None if isnan(value) else value) for token, value in fetched)
+    return [
+        Sampled(-1, None, failed=True) if token == _FAILED else Sampled(token, logprob)
+        for token, logprob in pairs
+    ]
+
+
+def _logprobs_at(logits: Tensor, tokens: Tensor, rows: Sequence[int]) -> Tensor | None:
+    """Computes some rows' log-probabilities of their tokens, NaN for the others; None for none.
+
+    A row that asks has NaN only when it failed.
+    """
+    if not rows:
+        return None
+    found = torch.full(tokens.shape, torch.nan, dtype=torch.float64, device=logits.device)
+    for part in _chunks(rows, logits):
+        index = upload(part, torch.int64, logits.device)
+        found[index] = _logprobs(logits[index], tokens[index])
     return found
 
 
-def _logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
-    values = logits.double().log_softmax(dim=-1).gather(1, tokens[:, None])
-    listed: list[float] = values.squeeze(1).tolist()
-    return listed
+def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.double().log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 def _draw(logits: Tensor, failed: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -103,7 +122,7 @@ def _draw(logits: Tensor, failed: Tensor, samples: Sequence[Sample]) -> Tensor:
     """
     params = [sample.params for sample in samples]
     draws = uniforms([Draw(sample.stream, sample.position) for sample in samples])
-    numbers = torch.from_numpy(draws).to(logits.device)
+    numbers = upload(draws.tolist(), torch.float64, logits.device)
     scores = logits.double().masked_fill_(failed[:, None], 0.0)
     # The greatest score becomes 0 before it is divided: no temperature can make it overflow.
     scores -= scores.amax(dim=-1, keepdim=True)
@@ -148,8 +167,8 @@ def filtered_weights(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor
 
 def _apply_top_k(scores: Tensor, top_ks: dict[int, int]) -> None:
     """Drops what is less likely than a row's k-th token; those equal to it stay."""
-    rows = torch.tensor(list(top_ks), device=scores.device)
-    ranks = torch.tensor(list(top_ks.values()), device=scores.device)[:, None] - 1
+    rows = upload(list(top_ks), torch.int64, scores.device)
+    ranks = upload(list(top_ks.values()), torch.int64, scores.device)[:, None] - 1
     chosen = scores[rows]
     least = chosen.topk(max(top_ks.values()), dim=-1).values.gather(1, ranks)
     scores[rows] = chosen.masked_fill_(chosen < least, -torch.inf)
@@ -160,7 +179,7 @@ def _apply_top_p(weights: Tensor, top_ps: dict[int, float]) -> None:
 
     Of equally likely tokens at the edge of the set, those with the lowest ids stay.
     """
-    rows = torch.tensor(list(top_ps), device=weights.device)
+    rows = upload(list(top_ps), torch.int64, weights.device)
     chosen = weights[rows]
     goal = _column(list(top_ps.values()), chosen) * chosen.sum(dim=-1, keepdim=True)
     ranked = _ranked(chosen)
@@ -185,7 +204,7 @@ def _ranked(weights: Tensor) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Makes (num_rows, 1), float64, on the device of another tensor."""
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return upload(values, torch.float64, like.device)[:, None]
 
 
 def _chunks(rows: Sequence[int], logits: Tensor) -> Iterator[list[int]]:

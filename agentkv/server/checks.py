@@ -6,15 +6,17 @@ position lies inside it and whether blocks are free are the engine's to say.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import Message
 
 from agentkv.config import LimitsConfig
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
-from agentkv.sampling_params import SamplingParams
+from agentkv.sampling_params import MAX_STOPS, SamplingParams
+from agentkv.server.inputs import ChatInput, TextInput, TokenInput
+from agentkv.server.unknown_fields import unknown_fields
 from agentkv.v1 import agentkv_pb2 as pb
 
 MAX_LABELS: Final = 64
@@ -26,27 +28,9 @@ MAX_PAGE_TOKEN: Final = 512
 MAX_RELEASE_COUNT: Final = 10_000
 MAX_REQUEST_ID: Final = 36
 MAX_TOKENS_READ: Final = 65_536
+MAX_CHARACTERS_PER_TOKEN: Final = 32
+"""No text that fits a context has more for each token; longer text takes minutes to tokenise."""
 DEFAULT_PAGE_SIZE: Final = 100
-
-
-class TextInput(NamedTuple):
-    """Text to tokenise."""
-
-    text: str
-    allow_special: bool
-
-
-class ChatInput(NamedTuple):
-    """A conversation to render and tokenise."""
-
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool
-
-
-class TokenInput(NamedTuple):
-    """Token ids, checked."""
-
-    token_ids: tuple[int, ...]
 
 
 class Checks:
@@ -56,19 +40,25 @@ class Checks:
     returned as it is: `finish` raises before anyone uses it.
     """
 
-    def __init__(self, limits: LimitsConfig, model: ModelFacts) -> None:
+    def __init__(self, request: Message, limits: LimitsConfig, model: ModelFacts) -> None:
+        self._request = request
         self._limits = limits
         self._model = model
+        self._is_known = False
         self._violations: dict[str, str] = {}
         self._reasons: set[Reason] = set()
 
     def finish(self) -> None:
-        """Raises if the request violates anything.
+        """Raises if the request violates anything, or holds what this version does not know.
 
         Raises:
             InvalidRequest: Lists every violation. Its reason is theirs when they share one, else
                 INVALID_REQUEST.
         """
+        if not (self._violations or self._is_known):
+            for field in unknown_fields(self._request):
+                self._add(field, "is not known to this server", Reason.UNSUPPORTED_OPTION)
+            self._is_known = True
         if not self._violations:
             return
         reason = self._reasons.pop() if len(self._reasons) == 1 else Reason.INVALID_REQUEST
@@ -84,11 +74,12 @@ class Checks:
 
     def context_ids(self, values: Sequence[str]) -> tuple[str, ...]:
         """Checks the handles of one Release; a handle given twice counts once."""
-        self._require(
+        if not self._require(
             1 <= len(values) <= MAX_RELEASE_COUNT,
             "context_ids",
             f"takes 1 to {MAX_RELEASE_COUNT} handles, got {len(values)}",
-        )
+        ):
+            return ()
         self._require(all(values), "context_ids", "must each name a context")
         return tuple(dict.fromkeys(values))
 
@@ -103,11 +94,12 @@ class Checks:
 
     def labels(self, labels: Mapping[str, str]) -> dict[str, str]:
         """Checks the labels of a new context."""
-        self._require(
+        if not self._require(
             len(labels) <= MAX_LABELS,
             "labels",
             f"takes at most {MAX_LABELS} entries, got {len(labels)}",
-        )
+        ):
+            return {}
         for key, value in labels.items():
             self._require(
                 1 <= len(key) <= MAX_LABEL_KEY and "\0" not in key,
@@ -175,14 +167,15 @@ class Checks:
         )
 
     def sampling(self, options: pb.SamplingOptions) -> SamplingParams:
-        """Checks the sampling options, those this version does not know included."""
-        unknown = UnknownFieldSet(options)
-        for i in range(len(unknown)):
-            self._add(
-                f"sampling.{unknown[i].field_number}",
-                "is an option this server does not know",
-                Reason.UNSUPPORTED_OPTION,
+        """Checks the sampling options."""
+        fits = [
+            self._require(
+                len(given) <= MAX_STOPS, f"sampling.{name}", f"takes at most {MAX_STOPS} entries"
             )
+            for name, given in (("stop", options.stop), ("stop_token_ids", options.stop_token_ids))
+        ]
+        if not all(fits):
+            return SamplingParams()
         width = self._model.vocab_size
         self._require(
             all(token < width for token in options.stop_token_ids),
@@ -220,7 +213,8 @@ class Checks:
 
     def _text(self, text: str, field: str, allow_special: bool) -> TextInput:
         self._require(bool(text), field, "must not be empty")
-        self._require("\0" not in text, field, "must not contain NUL")
+        if self._is_short(len(text), field):
+            self._require("\0" not in text, field, "must not contain NUL")
         return TextInput(text, allow_special)
 
     def _tokens(self, message: pb.TokenIds, field: str) -> TokenInput:
@@ -245,11 +239,13 @@ class Checks:
             "need a chat template, and the model has none",
             Reason.UNSUPPORTED_OPTION,
         )
-        self._require(
+        if not self._require(
             1 <= len(chat.messages) <= MAX_MESSAGES,
             "messages",
             f"takes 1 to {MAX_MESSAGES} turns, got {len(chat.messages)}",
-        )
+        ):
+            return ChatInput((), True)
+        self._is_short(sum(len(message.content) for message in chat.messages), "messages")
         for i, message in enumerate(chat.messages):
             self._require(
                 message.role in ROLES,
@@ -266,25 +262,39 @@ class Checks:
             chat.add_generation_prompt if has_option else True,
         )
 
+    def _is_short(self, num_characters: int, field: str) -> bool:
+        most = max_characters(self._model)
+        return self._require(
+            num_characters <= most,
+            field,
+            f"holds {num_characters} characters, and at most {most} are read",
+            Reason.CONTEXT_TOO_LONG,
+        )
+
     def _fits(self, num_tokens: int, field: str) -> bool:
         most = self._model.max_length
-        self._require(
+        return self._require(
             num_tokens <= most,
             field,
             f"holds {num_tokens} tokens, and the model's longest context is {most}",
             Reason.CONTEXT_TOO_LONG,
         )
-        return num_tokens <= most
 
     def _require(
         self, holds: bool, field: str, what: str, reason: Reason = Reason.INVALID_REQUEST
-    ) -> None:
+    ) -> bool:
         if not holds:
             self._add(field, what, reason)
+        return holds
 
     def _add(self, field: str, what: str, reason: Reason = Reason.INVALID_REQUEST) -> None:
         self._violations.setdefault(field, what)
         self._reasons.add(reason)
+
+
+def max_characters(model: ModelFacts) -> int:
+    """Says how long a text or a conversation may be, in characters, to be tokenised at all."""
+    return model.max_length * MAX_CHARACTERS_PER_TOKEN
 
 
 def _sampling_params(options: pb.SamplingOptions) -> SamplingParams:

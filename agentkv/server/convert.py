@@ -181,7 +181,7 @@ def model(facts: ModelFacts) -> pb.Model:
     )
 
 
-def limits(engine: LimitsConfig, server: ServerConfig) -> pb.Limits:
+def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.Limits:
     """Translates what one tenant or one call may ask for."""
     return pb.Limits(
         max_contexts=engine.max_contexts,
@@ -194,6 +194,7 @@ def limits(engine: LimitsConfig, server: ServerConfig) -> pb.Limits:
         max_request_bytes=server.max_message_bytes,
         max_deadline=server.max_deadline,
         stall_timeout=server.stall_timeout,
+        max_characters=checks.max_characters(facts),
     )
 
 

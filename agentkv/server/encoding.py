@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from agentkv.errors import InvalidRequest
-from agentkv.server.checks import ChatInput, Checks, TextInput, TokenInput
+from agentkv.server.checks import Checks
+from agentkv.server.inputs import ChatInput, TextInput, TokenInput
 from agentkv.server.served_engine import TokenizerLike
 
 T = TypeVar("T")

@@ -6,6 +6,8 @@ knows no tree, no block and no scheduler.
 
 from importlib.metadata import PackageNotFoundError, version
 
+from google.protobuf.message import Message
+
 from agentkv.config import ServerConfig
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
@@ -30,7 +32,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Create(self, request: pb.CreateRequest, rpc: Rpc) -> pb.CreateResponse:
         """Creates a context from a prompt."""
-        checks = self._checks()
+        checks = self._checks(request)
         prompt = checks.prompt(request)
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
@@ -43,7 +45,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Fork(self, request: pb.ForkRequest, rpc: Rpc) -> pb.ForkResponse:
         """Makes branches of a context."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         count = checks.count(request)
         labels = checks.labels(request.labels)
@@ -64,7 +66,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Extend(self, request: pb.ExtendRequest, rpc: Rpc) -> pb.ExtendResponse:
         """Appends tokens to a context."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
@@ -84,7 +86,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         self, request: pb.GenerateRequest, rpc: Rpc
     ) -> None:
         """Generates on a context, one message per engine step."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         params = checks.sampling(request.sampling)
         checks.finish()
@@ -108,7 +110,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         self, request: pb.GenerateBranchesRequest, rpc: Rpc
     ) -> None:
         """Forks a context and generates on every branch, in one stream."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         count = checks.count(request)
         params = checks.sampling(request.sampling)
@@ -128,7 +130,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, rpc: Rpc) -> pb.ScoreResponse:
         """Computes log-probabilities of continuations."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         continuations = checks.continuations(request)
         checks.finish()
@@ -143,7 +145,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Truncate(self, request: pb.TruncateRequest, rpc: Rpc) -> pb.TruncateResponse:
         """Drops the last tokens of a context."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         length = checks.length(request)
         checks.finish()
@@ -156,7 +158,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_ids = checks.context_ids(request.context_ids)
         checks.finish()
         released = await self._engine.release(
@@ -173,7 +175,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def Get(self, request: pb.GetRequest, rpc: Rpc) -> pb.GetResponse:
         """Describes one context, and reads its tokens when asked."""
-        checks = self._checks()
+        checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         checks.finish()
         if not request.HasField("tokens_from"):
@@ -186,7 +188,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
 
     async def List(self, request: pb.ListRequest, rpc: Rpc) -> pb.ListResponse:
         """Lists the caller's contexts, page by page."""
-        checks = self._checks()
+        checks = self._checks(request)
         has_root = request.HasField("root_id")
         root_id = checks.context_id(request.root_id, "root_id") if has_root else None
         page_size = checks.page_size(request)
@@ -204,19 +206,20 @@ class ContextService(pb_grpc.ContextServiceServicer):
         self, request: pb.GetServerInfoRequest, rpc: Rpc
     ) -> pb.GetServerInfoResponse:
         """Describes the server."""
+        self._checks(request).finish()
         view = await self._engine.view()
         return pb.GetServerInfoResponse(
             server_version=_server_version(),
             api_versions=[pb.DESCRIPTOR.package],
             model=convert.model(self._engine.facts),
             pool=convert.pool(view.pool),
-            limits=convert.limits(self._engine.limits, self._config),
+            limits=convert.limits(self._engine.limits, self._config, self._engine.facts),
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
             counters=convert.counters(view),
         )
 
-    def _checks(self) -> Checks:
-        return Checks(self._engine.limits, self._engine.facts)
+    def _checks(self, request: Message) -> Checks:
+        return Checks(request, self._engine.limits, self._engine.facts)
 
 
 def _expected_length(

@@ -16,6 +16,8 @@ CONTEXT_NOT_FOUND for a handle that is unknown, released, another tenant's or of
 of the server (the same answer), SHUTTING_DOWN or ENGINE_STALLED when it may succeed later, and
 INTERNAL_ERROR with a log id.
 
+A field that the server does not know is refused with UNSUPPORTED_OPTION, never ignored.
+
 Ranges are half-open. Lengths and positions count tokens. Numeric options have presence: an
 option that is not set takes the default its comment names.
 """
@@ -367,9 +369,7 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How tokens are chosen and when generation stops. A field the server does not know is refused
-    with UNSUPPORTED_OPTION, never ignored.
-    """
+    """How tokens are chosen and when generation stops."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -763,6 +763,7 @@ class Limits(_message.Message):
     MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
     MAX_DEADLINE_FIELD_NUMBER: _builtins.int
     STALL_TIMEOUT_FIELD_NUMBER: _builtins.int
+    MAX_CHARACTERS_FIELD_NUMBER: _builtins.int
     max_contexts: _builtins.int
     """Contexts one tenant may hold; more answers TENANT_QUOTA."""
     max_fork_count: _builtins.int
@@ -783,6 +784,8 @@ class Limits(_message.Message):
     """Seconds one call may take, whatever its deadline."""
     stall_timeout: _builtins.float
     """Seconds a stream may go unread before it ends with SLOW_READER."""
+    max_characters: _builtins.int
+    """Characters of one text or conversation; more answers CONTEXT_TOO_LONG, and is not tokenised."""
     def __init__(
         self,
         *,
@@ -796,10 +799,11 @@ class Limits(_message.Message):
         max_request_bytes: _builtins.int = ...,
         max_deadline: _builtins.float = ...,
         stall_timeout: _builtins.float = ...,
+        max_characters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_page_size", b"max_page_size", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_characters", b"max_characters", "max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_page_size", b"max_page_size", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

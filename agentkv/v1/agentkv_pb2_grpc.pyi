@@ -16,6 +16,8 @@ CONTEXT_NOT_FOUND for a handle that is unknown, released, another tenant's or of
 of the server (the same answer), SHUTTING_DOWN or ENGINE_STALLED when it may succeed later, and
 INTERNAL_ERROR with a log id.
 
+A field that the server does not know is refused with UNSUPPORTED_OPTION, never ignored.
+
 Ranges are half-open. Lengths and positions count tokens. Numeric options have presence: an
 option that is not set takes the default its comment names.
 """

@@ -10,12 +10,23 @@ here, once per step, so that no layer repeats it.
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 _T = TypeVar("_T")
+
+
+class Follower(Protocol):
+    """What is derived from a plan and can move on with it."""
+
+    def follow(self, plan: "AttentionPlan") -> bool:
+        """Catches up with a plan that advanced; False, unchanged, where it cannot."""
+        ...
+
+
+_F = TypeVar("_F", bound=Follower)
 
 
 class KVRun(NamedTuple):
@@ -57,7 +68,17 @@ class AttentionPlan:
     Treat the attributes as read-only. Not safe for use from several threads at once.
     """
 
-    __slots__ = ("_derived", "block_size", "blocks", "ends", "kv_lens", "rows", "starts")
+    __slots__ = (
+        "_current",
+        "_derived",
+        "_followers",
+        "block_size",
+        "blocks",
+        "ends",
+        "kv_lens",
+        "rows",
+        "starts",
+    )
 
     def __init__(
         self,
@@ -81,6 +102,9 @@ class AttentionPlan:
         self.rows = rows
         """Per run: a non-empty range, or an ascending tuple with gaps, or an empty range."""
         self._derived: dict[Hashable, Any] = {}
+        self._followers: dict[Hashable, Any] = {}
+        self._current: set[Hashable] = set()
+        """Keys of the followers that caught up with the last `advance`."""
 
     @classmethod
     def build(cls, runs: Sequence[KVRun], kv_lens: Sequence[int], *, block_size: int) -> Self:
@@ -140,6 +164,7 @@ class AttentionPlan:
                 self.blocks[growth.run] = np.concatenate((self.blocks[growth.run], ids))
         self.kv_lens = list(kv_lens)
         self._derived.clear()
+        self._current.clear()
 
     def _check_growth(self, growth: RunGrowth) -> npt.NDArray[np.int32]:
         """Returns the appended ids of a growth that fits its run."""
@@ -210,6 +235,18 @@ class AttentionPlan:
             self._derived[key] = make(self, *arguments)
         result: _T = self._derived[key]
         return result
+
+    def followed(self, make: Callable[..., _F], *arguments: Hashable) -> _F:
+        """Returns `make(self, *arguments)`, kept over `advance` for as long as it can follow.
+
+        The counterpart of `derived` for what is dear to make and cheap to move on.
+        """
+        key = (make, *arguments)
+        kept: _F | None = self._followers.get(key)
+        if kept is None or (key not in self._current and not kept.follow(self)):
+            kept = self._followers[key] = make(self, *arguments)
+        self._current.add(key)
+        return kept
 
 
 def _as_ids(block_ids: Sequence[int], run: int) -> npt.NDArray[np.int32]:

@@ -1,7 +1,7 @@
 """Cases of kind C: what the prefix cache shows is there, written, and of these very tokens."""
 
 import pytest
-from bench import TENANT, Bench, finish_of, numbers
+from bench import TENANT, Bench, numbers
 from fakes import Kv, continuation
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -253,8 +253,7 @@ def test_case_029_fuzzed_traffic_over_a_shared_prefix(
                 generated = bench.tokens(context)[len(tokens[context]) :]
                 assert generated == continuation(tokens[context], len(generated))
             else:
-                updates = bench.finish(stream)
-                assert finish_of(updates).error is None
+                bench.engine.run(stream)  # the audit comes once per verb, not once per step
                 generated = continuation(tokens[context], count)
             tokens[context] += generated
         bench.audit()

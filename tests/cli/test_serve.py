@@ -57,6 +57,7 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
     result = invoke(
         *("serve", "--kv-memory", "1.5GiB", "--block-size", "8", "--max-length", "99"),
         *("--threads", "3", "--token-budget", "77", "--dtype", "bfloat16", "--device", "cuda:1"),
+        *("--kv-dtype", "int8", "--no-graphs", "--fuse-weights", "--compile", "--batch-invariant"),
     )
     assert result.exit_code == 1
     assert result.stderr.endswith("error: Enough.\n")
@@ -65,6 +66,9 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
     assert (config.max_length, config.num_threads) == (99, 3)
     assert config.scheduler.token_budget == 77
     assert (config.dtype, config.device) == ("bfloat16", "cuda:1")
+    assert (config.kv_dtype, config.graphs, config.fuse_weights) == ("int8", False, True)
+    assert (config.compile, config.batch_invariant) == (True, True)
+    assert config.memory_utilization is None
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,16 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
         (["--num-blocks", "4", "--kv-memory", "1GiB"], "set one of them"),
         (["--num-blocks", "0"], "num_blocks must be at least 1"),
         (["--port", "70000"], "port must be in"),
+        (["--graphs"], "graphs are CUDA graphs; they need the device cuda"),
+        (["--memory-utilization", "0.5"], "use kv_memory on a CPU"),
+        (["--device", "cuda", "--memory-utilization", "1.5"], "must be in (0, 1], got 1.5"),
+        (
+            ["--device", "cuda", "--memory-utilization", "0.5", "--kv-memory", "1GiB"],
+            "sizes the pool, as num_blocks and kv_memory do",
+        ),
+        (["--kv-dtype", "int4"], "kv_dtype must be auto, int8, fp8; got 'int4'"),
+        (["--kv-dtype", "fp8"], "would convert the whole pool in every layer"),
+        (["--batch-invariant"], "equal to rounding, not to the bit"),
     ],
 )
 def test_wrong_options_are_refused_before_loading(

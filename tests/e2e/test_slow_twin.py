@@ -108,11 +108,19 @@ def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
         bench.truncate(name, max(0, length - 1 - share))
 
 
-def run_program(family: str, program: Sequence[Action]) -> TwinBench:
+def run_program(
+    family: str, program: Sequence[Action], *, max_graph_rows: int | None = None
+) -> TwinBench:
     """Runs a program to its end, compares every leaf, and gives everything back."""
     plain, model = models(family)
     scheduler = SchedulerConfig(token_budget=24, chunk_size=7)
-    made = TinyEngine(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, scheduler=scheduler)
+    made = TinyEngine(
+        model,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        scheduler=scheduler,
+        max_graph_rows=max_graph_rows,
+    )
     bench = TwinBench(plain, made)
     for action in program:
         note(f"{action}")
@@ -135,3 +143,16 @@ def run_program(family: str, program: Sequence[Action]) -> TwinBench:
 def test_any_tree_equals_its_twin(family: str, program: Sequence[Action]) -> None:
     """Catches whatever makes a branch differ from the same tokens run alone."""
     run_program(family, program)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=10,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(program=st.lists(ACTIONS, min_size=25, max_size=60))
+def test_any_tree_equals_its_twin_with_graphs(program: Sequence[Action]) -> None:
+    """Catches a replay of a step of decoding that answers for another step."""
+    run_program("llama", program, max_graph_rows=8)

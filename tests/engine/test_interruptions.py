@@ -204,21 +204,3 @@ def test_row_that_is_not_finite_fails_alone() -> None:
         updates = all_updates[number]
         assert tokens_of(updates) == continuation(numbers(number, 20), 6)
     bench.end()
-
-
-def test_decode_rows_are_not_starved_by_prompts() -> None:
-    """Catches prompts that take the whole budget of a step from a running branch."""
-    bench = Bench(chunk=32, budget=64)
-    context = bench.create(numbers(1, 20))
-    stream = bench.start(context, 50)
-    prompts = []
-    for number in range(20):
-        prompts.append(bench.engine.create(TENANT, numbers(100 + number, 256)))
-        before = bench.length(context)
-        bench.step()
-        assert bench.length(context) == before + 1
-    bench.finish(stream)
-    bench.drain()
-    assert all(prompt.is_done and prompt.error is None for prompt in prompts)
-    assert all(batch.num_rows <= 64 for batch in bench.runner.batches)
-    bench.end()

@@ -47,6 +47,8 @@ def test_what_fits_is_accepted() -> None:
         ({"softcap": float("nan")}, "softcap must be positive"),
         ({"sinks": torch.ones(2)}, "sinks must have shape"),
         ({"implementation": "fast"}, "implementation must be"),
+        ({"implementation": "triton"}, "query is on cpu; implementation 'triton' needs a CUDA"),
+        ({"batch_invariant": True}, "batch_invariant needs implementation"),
         (
             {"k_cache": torch.ones(1, 4, 2, 8), "v_cache": torch.ones(1, 4, 2, 8)},
             "plan reads block 1, k_cache has 1",

@@ -13,7 +13,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 8
 
 
-def make_cache(*layers: LayerShape) -> KVCache:
+def make_cache(*layers: LayerShape, dtype: torch.dtype | None = None) -> KVCache:
     shape = ModelShape(
         architecture="Made up",
         layers=layers
@@ -27,7 +27,7 @@ def make_cache(*layers: LayerShape) -> KVCache:
         device=torch.device("cpu"),
         vocab_size=97,
     )
-    return KVCache(shape, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    return KVCache(shape, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
 
 
 def all_layers(kv: KVCache) -> list[Tensor]:
@@ -113,3 +113,39 @@ def test_blocks_out_of_the_pool_are_refused_before_any_copy() -> None:
     with pytest.raises(ValueError, match="dst"):
         kv.copy([BlockCopy(0, 1, 4), BlockCopy(0, -1, 4)])
     assert all(map(torch.equal, all_layers(kv), before))
+
+
+def all_scales(kv: KVCache) -> list[Tensor]:
+    found = [kv.scales(layer) for layer in range(kv.shape.num_layers)]
+    return [factors for scales in found if scales is not None for factors in scales]
+
+
+def test_a_pool_of_8_bits_keeps_factors_beside_its_numbers() -> None:
+    """Catches factors of another layer, or memory that is not counted."""
+    kv = make_cache(dtype=torch.int8)
+    assert all(part.dtype == torch.int8 for part in all_layers(kv))
+    assert [tuple(part.shape) for part in all_scales(kv)[:2]] == [(NUM_BLOCKS, BLOCK_SIZE, 2)] * 2
+    own = [(kv.layer(layer), kv.scales(layer)) for layer in (0, 1, 2)]
+    parts = [part for numbers, scales in own for part in (*numbers, *(scales or ()))]
+    assert sum(part.nbytes for part in parts) == NUM_BLOCKS * kv.bytes_per_block
+    assert len({part.data_ptr() for part in parts}) == 12
+    assert all_scales(make_cache()) == []
+
+
+def test_copies_take_the_factors_along() -> None:
+    """Catches a copied block whose numbers are read with the factors of its last owner."""
+    kv = make_cache(dtype=torch.int8)
+    for number, part in enumerate(all_scales(kv)):
+        part.zero_()
+        part[5] = number + 1.0
+    kv.copy([BlockCopy(5, 3, 8)])
+    for number, part in enumerate(all_scales(kv)[:6]):
+        assert torch.equal(part[3, :8], torch.full((8, part.shape[2]), part[5, 0, 0].item()))
+        assert not part[3, 8:].any(), number
+
+
+def test_poison_reaches_a_pool_of_8_bits() -> None:
+    """Catches a test on such a pool that proves nothing, as integers hold no NaN."""
+    kv = make_cache(dtype=torch.int8)
+    kv.poison(float("nan"))
+    assert all(part.isnan().all() for part in all_scales(kv))

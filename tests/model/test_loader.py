@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import TinyGguf, build_llama
 from tiny_models import build_tiny_model
 from tiny_tokenizers import build_tiny_tokenizer
+from transformers import LlamaForCausalLM
 
 from agentkv.errors import InvalidRequest, UnsupportedModelError
 from agentkv.model import hub
@@ -204,6 +205,23 @@ def test_families_known_to_differ_are_refused(tmp_path: Path, family: str, says:
     build_tiny_model(family).save_pretrained(tmp_path / family)
     with pytest.raises(UnsupportedModelError, match=says):
         load_model(str(tmp_path / family))
+
+
+def test_a_gpu_that_is_not_there_or_too_small_is_refused(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback of torch's for the seventh of two GPUs, or for weights too large."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(LlamaForCausalLM, "to", full)
+    with pytest.raises(InvalidRequest, match=r"no device cuda:7; this computer has 2"):
+        load_model(str(saved), device="cuda:7")
+    with pytest.raises(InvalidRequest, match=r"take 0.00 GiB, which cuda:1 has not free"):
+        load_model(str(saved), device="cuda:1")
 
 
 @pytest.mark.parametrize(("device", "says"), [("warp:9", "knows no device"), ("cuda", "use the")])

@@ -221,18 +221,34 @@ def test_violations_are_capped_but_told() -> None:
     run(scenario())
 
 
-def test_an_option_this_version_does_not_know_is_refused() -> None:
+UNKNOWN = b"\xf8\x07\x01"  # field 127, varint 1
+
+
+@pytest.mark.parametrize(
+    ("method", "raw", "field"),
+    [
+        ("Generate", generate().SerializeToString() + UNKNOWN, "127"),
+        ("Generate", b"\x0a\x01c\x12\x03" + UNKNOWN, "sampling.127"),
+        ("Generate", b"\x0a\x01c\x12\x83\x10" + UNKNOWN + UNKNOWN * 682 + b"\x08\x05", "request"),
+        ("Score", b"\x0a\x01c\x12\x06\x0a\x01a" + UNKNOWN, "request"),
+        ("Fork", b"\x0a\x01c" + UNKNOWN, "127"),
+        ("GetServerInfo", UNKNOWN, "127"),
+    ],
+    ids=["request", "sampling", "too many to name", "deep", "fork", "info"],
+)
+def test_an_option_this_version_does_not_know_is_refused(
+    method: str, raw: bytes, field: str
+) -> None:
     """Catches an option of a newer client that is ignored: the answer would be another one."""
 
     async def scenario() -> None:
         async with serving() as served:
-            options = pb.SamplingOptions(max_tokens=1)
-            options.MergeFromString(b"\xf8\x07\x01")  # field 127, varint 1
-            error = await failure_of(
-                served.stub.Generate(pb.GenerateRequest(context_id="c0", sampling=options))
-            )
+            streams = method == "Generate"
+            make: Any = served.channel.unary_stream if streams else served.channel.unary_unary
+            error = await failure_of(make(f"/agentkv.v1.ContextService/{method}")(raw))
             assert error.reason is UNSUPPORTED
-            assert list(error.violations) == ["sampling.127"]
+            assert list(error.violations) == [field]
+            assert served.engine.calls == ["start"]
 
     run(scenario())
 

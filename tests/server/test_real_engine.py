@@ -108,6 +108,27 @@ def test_numbers_of_the_pool_are_those_of_the_answer() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("at", [4, 4095, 4096, 2**32 - 1])
+def test_a_position_beyond_the_context_is_named_as_such(at: int) -> None:
+    """Catches a wrong position told as a context that is too long."""
+
+    async def scenario() -> None:
+        async with really_serving() as served:
+            root = await created(served, 1, 2, 3)
+            for call in (
+                served.stub.Fork(pb.ForkRequest(context_id=root, at=at)),
+                served.stub.GenerateBranches(pb.GenerateBranchesRequest(context_id=root, at=at)),
+                served.stub.Truncate(pb.TruncateRequest(context_id=root, length=at)),
+                served.stub.Get(pb.GetRequest(context_id=root, tokens_from=at)),
+            ):
+                error = await failure_of(call)
+                assert error.reason is Reason.POSITION_OUT_OF_RANGE
+                assert error.metadata["actual_length"] == "3"
+            assert (await served.engine.view()).num_contexts == 1
+
+    run(scenario())
+
+
 ODD_HANDLES = [
     "x",
     "c" * 129,
