@@ -27,8 +27,8 @@ MOST_CONTEXTS = 12
 SHARED = [[(7 * i + 31 * base * i * i + base) % VOCAB_SIZE for i in range(40)] for base in (1, 2)]
 """Two texts that prompts begin with, so that prefixes are found in the cache."""
 VERBS = (
-    *("create", "fork", "fork", "extend", "generate", "generate", "branches", "branches", "score"),
-    *("truncate", "release", "cancel", "step", "step", "run", "flush"),
+    *("create", "fork", "fork", "extend", "extend", "generate", "generate", "generate"),
+    *("branches", "branches", "score", "score", "truncate", "release", "cancel", "flush"),
 )
 
 
@@ -40,6 +40,7 @@ class Action(NamedTuple):
     share: int
     number: int
     tokens: tuple[int, ...]
+    num_steps: int
 
 
 ACTIONS = st.builds(
@@ -49,6 +50,7 @@ ACTIONS = st.builds(
     share=st.integers(0, 40),
     number=st.integers(1, 3),
     tokens=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=9).map(tuple),
+    num_steps=st.integers(0, 6),
 )
 
 
@@ -58,54 +60,52 @@ def models(family: str) -> tuple[PlainModel, PreTrainedModel]:
 
 
 def act(bench: TwinBench, action: Action) -> None:
-    """Does one move, or nothing when there is no context it could apply to."""
-    verb, pick, share, number, tokens = action
-    is_full = len(bench.tokens) + number > MOST_CONTEXTS
-    if verb == "create" and not is_full:
-        bench.create([*SHARED[pick % 2][:share], *tokens])
-    elif verb == "step":
-        for _ in range(number):
-            bench.step()
-    elif verb == "run":
-        bench.run()
+    """Does one move and some steps; a move that nothing can make is none."""
+    verb, is_full = action.verb, len(bench.tokens) + action.number > MOST_CONTEXTS
+    if is_full and verb in {"create", "fork", "branches"}:
+        verb = "release"
+    if verb == "create" or not bench.tokens:
+        bench.create([*SHARED[action.pick % 2][: action.share], *action.tokens])
     elif verb == "flush":
         bench.engine.flush_cache()
     elif verb == "cancel" and bench.pending:
-        bench.cancel(bench.pending[pick % len(bench.pending)])
-    elif verb in {"fork", "branches", "score", "release"} and bench.tokens:
-        act_on_any(bench, action, is_full=is_full)
+        bench.cancel(bench.pending[action.pick % len(bench.pending)])
+    elif verb in {"fork", "branches", "score", "release"}:
+        act_on_any(bench, action, verb)
     elif bench.idle:
-        act_on_idle(bench, action)
+        act_on_idle(bench, action, verb)
+    for _ in range(action.num_steps):
+        bench.step()
 
 
-def act_on_any(bench: TwinBench, action: Action, *, is_full: bool) -> None:
+def act_on_any(bench: TwinBench, action: Action, verb: str) -> None:
     """Verbs that a context takes while it is busy too."""
-    verb, pick, share, number, tokens = action
-    name = list(bench.tokens)[pick % len(bench.tokens)]
+    tokens, share, number = action.tokens, action.share, action.number
+    name = list(bench.tokens)[action.pick % len(bench.tokens)]
     length = len(bench.tokens[name])
     at = max(1, length - share) if share % 2 else None
-    if verb == "fork" and not is_full:
+    if verb == "fork":
         bench.fork(name, count=number, at=max(0, length - share))
-    elif verb == "branches" and not is_full and 0 < length < LONGEST - 4:
-        bench.generate_branches(name, number, 1 + share % 4, at=at)
+    elif verb == "branches" and 0 < length < LONGEST - 5:
+        bench.generate_branches(name, number, 1 + share % 5, at=at)
     elif verb == "score" and 0 < length < LONGEST - len(tokens):
         bench.score(name, [tokens, tokens[::-1], tokens[: 1 + share % len(tokens)]][:number])
-    elif verb == "release":
+    else:
         bench.release(name)
 
 
-def act_on_idle(bench: TwinBench, action: Action) -> None:
+def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
     """Verbs that change a context."""
-    verb, pick, share, _, tokens = action
-    name = bench.idle[pick % len(bench.idle)]
+    tokens, share = action.tokens, action.share
+    name = bench.idle[action.pick % len(bench.idle)]
     length = len(bench.tokens[name])
-    if verb == "truncate":
-        bench.truncate(name, max(0, length - share))
-    elif verb == "extend" and length < LONGEST - len(tokens):
+    if verb == "extend" and length < LONGEST - len(tokens):
         bench.extend(name, tokens, logprobs=share % 2 == 0)
     elif verb == "generate" and 0 < length < LONGEST - 8:
         sampled = {"temperature": 1.0, "seed": share} if share % 3 == 0 else {}
         bench.generate(name, 1 + share % 8, **sampled)
+    elif length:
+        bench.truncate(name, max(0, length - 1 - share))
 
 
 def run_program(
