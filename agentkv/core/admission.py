@@ -62,7 +62,7 @@ class Admission:
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
         settle(self._tree, tail)
-        return plan_writes(self._tree, tail, tail.end).num_blocks
+        return plan_writes(self._tree, tail, request.target).num_blocks
 
     def _room(self, request: Request, hold: Hold) -> int:
         """Blocks that a request may count on; the watermark is for those who run."""

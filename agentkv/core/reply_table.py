@@ -3,15 +3,15 @@
 Source: AIP-155 (request identification).
 """
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from agentkv.errors import InvalidRequest, Reason
 
 
 class _Reply(NamedTuple):
-    body: Hashable
+    fingerprint: bytes
     answer: object
     expire_time: float
 
@@ -28,7 +28,7 @@ class ReplyTable:
         return len(self._replies)
 
     def find(
-        self, tenant: str, method: str, request_id: str | None, body: Hashable, now: float
+        self, tenant: str, method: str, request_id: str | None, body: object, now: float
     ) -> object | None:
         """Finds the answer to an earlier call with this id; None when there is none.
 
@@ -41,7 +41,7 @@ class ReplyTable:
         reply = self._replies.get((tenant, method, request_id))
         if reply is None:
             return None
-        if reply.body != body:
+        if reply.fingerprint != _fingerprint(body):
             raise InvalidRequest(
                 "This request_id was used for a different request; use a new one.",
                 reason=Reason.REQUEST_ID_REUSED,
@@ -54,7 +54,7 @@ class ReplyTable:
         tenant: str,
         method: str,
         request_id: str | None,
-        body: Hashable,
+        body: object,
         answer: object,
         now: float,
     ) -> None:
@@ -62,7 +62,7 @@ class ReplyTable:
         if request_id is None:
             return
         key = tenant, method, request_id
-        self._replies[key] = _Reply(body, answer, now + self._ttl)
+        self._replies[key] = _Reply(_fingerprint(body), answer, now + self._ttl)
         self._replies.move_to_end(key)  # the order of the table is that of expiry
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
@@ -73,3 +73,8 @@ class ReplyTable:
             if reply.expire_time > now:
                 return
             del self._replies[key]
+
+
+def _fingerprint(body: object) -> bytes:
+    """Stands for a call's arguments, plain values whose text tells them apart, in little memory."""
+    return hashlib.sha256(repr(body).encode()).digest()

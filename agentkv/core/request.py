@@ -53,6 +53,8 @@ class Request:
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
     """Logits before the first scored token, when they were kept."""
+    is_continued: bool = True
+    """Whether something may follow its last token, which needs KV and logits then."""
     status: RequestStatus = RequestStatus.WAITING
     num_promised: int = 0
     """Blocks that admission counted for it and it has not taken yet."""
@@ -67,6 +69,11 @@ class Request:
     def usage(self) -> Usage:
         """Tokens run, reused and made so far."""
         return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
+
+    @property
+    def target(self) -> int:
+        """Position up to which its path's tokens must be run."""
+        return self.context.tail.end - (not self.is_continued)
 
     @property
     def first_scored_row(self) -> int | None:

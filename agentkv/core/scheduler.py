@@ -109,8 +109,8 @@ class Scheduler:
             if work.samples:
                 token, logprob, failed = next(samples)
                 events.append(self._commit_token(work.request, token, logprob, failed))
-            elif work.request.params is None and work.upto == work.request.context.tail.end:
-                work.request.context.length = work.upto
+            elif work.request.params is None and work.upto == work.request.target:
+                work.request.context.length = work.request.context.tail.end
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:

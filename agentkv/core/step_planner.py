@@ -71,7 +71,7 @@ class StepPlanner:
                 self._add(Work(request, tail.end, tail.end, shared=sibling), 0)
             return
         first = self._first_row(request)
-        num_rows = tail.end - first
+        num_rows = request.target - first
         if num_rows > 1:
             num_rows = min(num_rows, self._config.chunk_size, self._chunk_budget)
             self._chunk_budget -= num_rows
@@ -85,10 +85,11 @@ class StepPlanner:
 
     def _add(self, work: Work, num_blocks: int) -> None:
         request, tail = work.request, work.request.context.tail
-        is_complete = work.upto == tail.end
+        is_complete = work.upto == request.target
         work.samples = is_complete and request.params is not None
         work.keeps_head = (
             is_complete
+            and request.is_continued
             and (work.num_rows > 0 or work.shared is not None)
             and (request.params is None or tail.num_contexts > 1)
         )
@@ -122,19 +123,19 @@ class StepPlanner:
     def _youngest_after(self, request: Request) -> Request | None:
         """Finds the youngest running request that can give way to this one in this step."""
         placed = {work.request for work in self.works}
-        for other in reversed(self._queues.running):
-            if other.id <= request.id:
-                return None
-            if other not in placed and not other.context.is_pinned:
-                return other
-        return None
+        younger = (
+            other
+            for other in reversed(self._queues.running)
+            if other.id > request.id and other not in placed and not other.context.is_pinned
+        )
+        return next(younger, None)
 
     def _refuse(self, request: Request, error: PoolExhausted) -> None:
         self._queues.finish(request)
         self.refused.append(Event(request, finish=FinishReason.ERROR, error=error))
 
     def _num_missing(self, request: Request) -> int:
-        return request.context.tail.end - self._first_row(request)
+        return request.target - self._first_row(request)
 
     def _first_row(self, request: Request) -> int:
         """Finds the position from which a request needs rows; its end when it needs none."""

@@ -272,7 +272,7 @@ class Engine:
         self._checks.continuations(continuations, length=parent.length)
         children = self._store.fork_hidden(parent, len(continuations))
         requests = [
-            self._factory.extension(child, token_ids, with_logprobs=True)
+            self._factory.scoring(child, token_ids)
             for child, token_ids in zip(children, continuations, strict=True)
         ]
         operation = Scoring(requests, continuations)

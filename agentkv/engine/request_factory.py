@@ -42,6 +42,12 @@ class RequestFactory:
         context.tail = self._tree.append(context.tail, token_ids, context.hold)
         return request
 
+    def scoring(self, branch: Context, token_ids: Sequence[int]) -> Request:
+        """Asks for the log-probabilities of tokens that nothing will follow."""
+        request = self.extension(branch, token_ids, with_logprobs=True)
+        request.is_continued = False
+        return request
+
     def generation(self, context: Context, params: SamplingParams, seed: int | None) -> Request:
         """Asks for tokens to be sampled after a context's last one."""
         model_ends = frozenset[int]() if params.ignore_eos else self._end_token_ids

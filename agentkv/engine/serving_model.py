@@ -68,14 +68,15 @@ class ServingModel:
             compile_model(loaded.model)
         serving = cls(loaded.model, shape, Sampler(), config, loaded.max_length)
         report("Comparing forked branches with the model's own attention")
-        check_model(
-            serving.model,
-            shape,
-            serving.sampler,
-            block_size=config.block_size,
-            kv_dtype=serving.kv_dtype,
-            batch_invariant=config.batch_invariant,
-        )
+        with _one_thread():  # a few rows gain nothing from more, and lose on a busy machine
+            check_model(
+                serving.model,
+                shape,
+                serving.sampler,
+                block_size=config.block_size,
+                kv_dtype=serving.kv_dtype,
+                batch_invariant=config.batch_invariant,
+            )
         return serving
 
     @property
@@ -189,3 +190,13 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         raise InvalidRequest(
             "kv_dtype fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper); use int8."
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

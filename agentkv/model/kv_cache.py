@@ -53,7 +53,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocates the pool on the model's device, zeroed.
+        """Allocates the pool on the model's device; nobody reads a slot before it is written.
 
         Args:
             shape: Of the model; says which layers have KV, and how large it is.

@@ -133,7 +133,10 @@ def allocate_kv(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Allocates a zeroed pool in the storage layout the implementations read fastest.
+    """Allocates a pool in the storage layout the implementations read fastest.
+
+    Its content is whatever the memory holds: no implementation lets a slot that nobody wrote
+    influence a result, and writing every page of a large pool would cost its start seconds.
 
     Storage is token-major, (num_layers, 2, slots, num_kv_heads, head_dim): a run of consecutive
     block ids is one strided view, and a gathered token one contiguous row. The factors of an 8-bit
@@ -153,7 +156,7 @@ def allocate_kv(
         )
     if dtype not in DTYPES and dtype not in LARGEST:
         raise TypeError(f"dtype must be one of {(*DTYPES, *LARGEST)}, not {dtype}")
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _write(cache: Tensor, slots: Tensor, new: Tensor) -> None:

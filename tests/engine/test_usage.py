@@ -100,7 +100,7 @@ def test_score_leaves_no_trace() -> None:
         assert list(scored.logprobs) == expected
         assert scored.total == sum(expected)
     assert (bench.view(context), bench.pool_view.live, bench.content(context)) == before
-    assert scores.usage.computed_tokens == sum(map(len, continuations))
+    assert scores.usage.computed_tokens == sum(len(tokens) - 1 for tokens in continuations)
     assert bench.engine.view().num_contexts == 1
     bench.end()
 
@@ -186,3 +186,21 @@ def test_waste_is_less_than_a_block_per_segment() -> None:
     assert view.waste == 1 - view.used_slots / allocated
     bench.end()
     assert bench.pool_view.waste == 0.0
+
+
+def test_scoring_one_token_on_kept_logits_computes_nothing() -> None:
+    """Catches a row and a block for the last token of a continuation, which nothing follows."""
+    bench = Bench(num_blocks=2, block_size=4)
+    root = bench.create([1, 2, 3, 4, 5, 6, 7, 8])
+    scores = bench.run(bench.engine.score(TENANT, root, [[1], [2], [3]])).answer
+    assert scores.usage.computed_tokens == 0
+    assert bench.pool.num_free == 0
+
+
+def test_scoring_many_tokens_runs_all_but_the_last() -> None:
+    """Catches a score that is off by a row, or that computes its continuation to the end."""
+    bench = Bench(block_size=4)
+    root = bench.create([1, 2, 3, 4, 5])
+    scores = bench.run(bench.engine.score(TENANT, root, [[1, 2, 3]])).answer
+    assert scores.usage.computed_tokens == 2
+    assert len(scores.scores[0].logprobs) == 3

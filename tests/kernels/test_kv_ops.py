@@ -84,12 +84,11 @@ def test_copy_reads_only_its_tokens() -> None:
     assert kv[:, :, 0].isfinite().all()
 
 
-def test_allocated_pool_is_zero_and_in_order() -> None:
+def test_allocated_pool_is_in_order() -> None:
     """Catches a layout in which consecutive blocks are no longer one view."""
     kv = allocate_kv(3, 5, 4, 2, 8, dtype=torch.float16, device="cpu")
     assert kv.shape == (3, 2, 5, 4, 2, 8)
     assert kv.dtype == torch.float16
-    assert not kv.any()
     assert kv[1, 0].flatten(0, 1).data_ptr() == kv[1, 0].data_ptr()
 
 

@@ -136,6 +136,7 @@ def test_copies_take_the_factors_along() -> None:
     """Catches a copied block whose numbers are read with the factors of its last owner."""
     kv = make_cache(dtype=torch.int8)
     for number, part in enumerate(all_scales(kv)):
+        part.zero_()
         part[5] = number + 1.0
     kv.copy([BlockCopy(5, 3, 8)])
     for number, part in enumerate(all_scales(kv)[:6]):
