@@ -42,7 +42,8 @@ def build_engine_for(
 ) -> Engine:
     """Makes an engine for a model that is loaded already; otherwise as `build_engine`."""
     serving = ServingModel.prepare(loaded, config, report)
-    report("Measuring the largest step")
+    if config.is_on_gpu:
+        report("Measuring the largest step")
     facts = serving.measure(memory_of(loaded.device))
     num_blocks = choose_num_blocks(config, serving.bytes_per_block, facts, on_gpu=config.is_on_gpu)
     runner = serving.runner(num_blocks)

@@ -85,21 +85,21 @@ class DecodeGraphs:
         for number, key in enumerate(keys, 1):
             report(f"Capturing CUDA graphs: {number} of {len(keys)}, {key.num_rows} rows")
             nothing = AttentionPlan.build([], [0] * key.num_rows, block_size=self._block_size)
-            self._reader.aim(self._reader.levels(key.num_rows)[key.level])
             self._reader.load(nothing)
             if self._logits is None:  # the largest: its result shows the width and the dtype
-                self._logits = torch.empty_like(
-                    compute(self._rows.first(key.num_rows), self._reader)
-                )
+                self._logits = torch.empty_like(self._all_logits(compute, key))
             graph = self._make_graph()
-            graph.capture(partial(self._fill, compute, key.num_rows))
+            graph.capture(partial(self._fill, compute, key))
             self._graphs[key] = graph
 
-    def _fill(self, compute: Compute, num_rows: int) -> None:
+    def _fill(self, compute: Compute, key: _Key) -> None:
         """Computes what the static rows say into the static logits: the work of every graph."""
-        logits = compute(self._rows.first(num_rows), self._reader)
         assert self._logits is not None
-        self._logits[:num_rows].copy_(logits)
+        self._logits[: key.num_rows].copy_(self._all_logits(compute, key))
+
+    def _all_logits(self, compute: Compute, key: _Key) -> Tensor:
+        self._reader.aim(self._reader.levels(key.num_rows)[key.level])
+        return compute(self._rows.first(key.num_rows), self._reader)
 
     def padded_rows(self, batch: Batch, num_asked: int) -> int | None:
         """Says how many rows a batch's plan must have, or None: no graph fits it.

@@ -36,7 +36,7 @@ class GraphReader(Protocol):
         ...
 
     def aim(self, level: Buckets) -> None:
-        """Makes what is captured from now on start so many programs."""
+        """Makes what attends from now on start so many programs."""
         ...
 
     def load(self, plan: AttentionPlan) -> int | None:

@@ -10,11 +10,13 @@ from agentkv.model.golden_check import check_model
 from agentkv.model.kv_cache import KV_DTYPES
 from agentkv.model.model_shape import describe_model
 from agentkv.model.sampler import Sampler
+from agentkv.model.step_graph import Rerun
 from agentkv_kernels.work_buffers import Buckets
 
 TOLERANCE = 1e-5
-LEVELS = (Buckets(16, 0, 16, 16), Buckets(16, 16, 16, 64))
-"""Far fewer programs than on a GPU, where those without work cost nothing."""
+LEVELS = (Buckets(16, 0, 16, 0), Buckets(16, 16, 16, 64))
+"""Far fewer programs than on a GPU, where those without work cost nothing; the first has no room
+for partial results, so that only a branch alone is served by it."""
 PROMPT = [5, 17, 3, 88, 41, 9, 60]
 
 
@@ -23,10 +25,10 @@ def silent(_: str) -> None:
 
 
 def steps(run: HandForked) -> list[Tensor]:
-    """A prompt, two branches forked inside a block, four steps of decoding, one of them alone."""
+    """A prompt worth sharing, two branches forked inside a block, four steps, one of them alone."""
     root = run.create()
-    seen = run.step((root, PROMPT))
-    branches = [root, run.fork(root, 6), run.fork(root, 7)]
+    seen = run.step((root, [*PROMPT, *range(90)]))
+    branches = [root, run.fork(root, 94), run.fork(root, 97)]
     for turn in range(3):
         seen += run.step(*((branch, [7 * turn + i]) for i, branch in enumerate(branches)))
     return seen + run.step((branches[1], [44]))
@@ -61,11 +63,28 @@ def test_graphs_from_work_lists_change_no_answer(family: str) -> None:
     """Catches a work list that is stale, of another window, or longer than what is started."""
     plain = HandForked(build_tiny_model(family), implementation="triton")
     graphed = HandForked(build_tiny_model(family), implementation="triton")
-    graphed.runner.capture_graphs(4, silent, make_levels=lambda _: LEVELS)
+    used: list[int] = []
+    graphs = iter(range(6))
+    graphed.runner.capture_graphs(
+        4, silent, make_graph=lambda: Noted(next(graphs), used), make_levels=lambda _: LEVELS
+    )
     for ours, theirs in zip(steps(graphed), steps(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
     assert graphed.runner.statistics().num_graph_steps == 4
     assert graphed.runner.statistics().num_plan_advances == 2
+    assert used == [0, 0, 0, 5]  # three branches that share, padded to four rows; one alone
+
+
+class Noted(Rerun):
+    """Notes its number at each replay: graphs are made from the largest to the smallest."""
+
+    def __init__(self, number: int, used: list[int]) -> None:
+        super().__init__()
+        self._number, self._used = number, used
+
+    def replay(self) -> None:
+        self._used.append(self._number)
+        super().replay()
 
 
 def logits_of_a_branch(siblings: int) -> Tensor:
