@@ -214,20 +214,16 @@ class ContextTree:
         upper = Segment(next(self._ids), segment.start, segment.tokens, parent)
         segment.tokens = upper.tokens[position - segment.start :]
         del upper.tokens[position - segment.start :]
-        if segment.num_computed > position:
-            first = segment.start // size
-            cut = -(-position // size) - first
-            below = segment.blocks[position // size - first :]
-            upper.set_blocks(segment.blocks[:cut])
-            segment.set_blocks(below)
-            if position % size:
-                self.pool.acquire(below[0])
-            upper.num_computed = position
-        else:
-            upper.set_blocks(segment.blocks)
-            segment.set_blocks([])
-            upper.num_computed = segment.num_computed
-            segment.num_computed = position
+        first = segment.start // size
+        num_above = -(-position // size) - first
+        above, below = segment.blocks[:num_above], segment.blocks[num_above:]
+        if position % size and segment.num_computed > position:
+            self.pool.acquire(above[-1])  # both parts list the block that is cut
+            below.insert(0, above[-1])
+        upper.set_blocks(above)
+        segment.set_blocks(below)
+        upper.num_computed = min(segment.num_computed, position)
+        segment.num_computed = max(segment.num_computed, position)
         segment.start = position
         upper.holds = [int(held > 0) for held in segment.holds]
         upper.last_used = segment.last_used

@@ -64,12 +64,12 @@ class StepPlanner:
 
     def _place(self, request: Request) -> None:
         tail = request.context.tail
-        settle(self._tree, tail)
         sibling = self._sibling(tail)
         if sibling is not None:
             if self._may_share(request, sibling):
                 self._add(Work(request, tail.end, tail.end, shared=sibling), 0)
             return
+        settle(self._tree, tail)
         first = self._first_row(request)
         num_rows = request.target - first
         if num_rows > 1:
