@@ -5,7 +5,7 @@ first, and recompute it at their next use; the youngest running request waits (`
 the request is refused with numbers. What is pinned never gives way.
 """
 
-from agentkv.core.block_writes import plan_writes, settle
+from agentkv.core.block_writes import forgo_copy, plan_writes, settle
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
@@ -25,11 +25,14 @@ class Admission:
     def require_possible(self, request: Request) -> None:
         """Makes sure that a request could run if all that may give way did.
 
+        A path that would need just one block more, for a copy, is made to do without the copy.
+
         Raises:
             PoolExhausted: It could not: the pool is too small, or too much of it is pinned.
         """
         need = self._num_needed(request)
-        if need > self._room(request, Hold.PINNED):
+        lacking = need - self._room(request, Hold.PINNED)
+        if lacking > 1 or (lacking == 1 and not forgo_copy(self._tree, request.context.tail)):
             raise self._exhausted(request, need)
 
     def may_start(self, request: Request) -> bool:

@@ -64,12 +64,37 @@ def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
             end, is_copy = min(upto, node.end), not _is_writable(tree, node)
             # A copy takes over all that is computed in the block, so what else its old parent
             # lacks is not needed any more.
-            num_held = computed // size if is_copy else -(-node.num_computed // size)
-            writes.append(SegmentWrite(node, -(-end // size) - num_held, is_copy))
+            num_listed = computed // size if is_copy else _num_listed(node, size)
+            writes.append(SegmentWrite(node, max(0, -(-end // size) - num_listed), is_copy))
             if is_copy:
                 break
         node = node.parent
     return BlockWrites(tuple(reversed(writes)))
+
+
+def forgo_copy(tree: ContextTree, tail: Segment) -> bool:
+    """Lets a path compute again what it would copy, if nothing pinned keeps the block.
+
+    A copy needs its source beside it: one block more than the path itself. Where that block is
+    not to be had, the tokens in it are computed a second time instead.
+
+    Returns:
+        Whether the path had a copy to do without, and now lacks a few more tokens.
+    """
+    node = tail
+    while node.parent is not None and not node.is_computed:
+        if not _is_writable(tree, node):
+            lister = _source(node)
+            while lister.start % tree.block_size and lister.parent is not None:
+                lister = lister.parent
+            if lister.holds[Hold.PINNED]:
+                return False
+            computed = tree.num_computed(node)
+            tree.strip(node, node.start)
+            tree.rehang(node, computed - computed % tree.block_size)
+            return True
+        node = node.parent
+    return False
 
 
 def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
@@ -117,6 +142,15 @@ def _is_writable(tree: ContextTree, segment: Segment) -> bool:
     return bool(segment.blocks) and tree.pool.count(segment.blocks[-1]) == 1
 
 
+def _num_listed(segment: Segment, block_size: int) -> int:
+    """Counts the blocks of a path up to the last one that a segment lists or stands on.
+
+    While a step is planned, a segment may list blocks already that the step is yet to fill.
+    """
+    listed = segment.start // block_size + len(segment.blocks)
+    return max(-(-segment.num_computed // block_size), listed)
+
+
 def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
     """Drops prefix cache that alone keeps a segment from writing in place.
 
@@ -137,13 +171,17 @@ def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> Bl
     """Moves a segment from a shared, partly filled block to a copy of it."""
     computed = tree.num_computed(segment)
     boundary = computed - computed % tree.block_size
-    holder = segment
-    while not holder.blocks:
-        assert holder.parent is not None
-        holder = holder.parent
-    source = holder.blocks[-1]
+    source = _source(segment).blocks[-1]
     tree.strip(segment, segment.start)
     tree.rehang(segment, boundary)
     tree.residency.grow(segment, block_ids)
     tree.residency.set_computed(segment, computed)
     return BlockCopy(source, block_ids[0], computed - boundary)
+
+
+def _source(segment: Segment) -> Segment:
+    """Finds who lists the block that holds the last computed token of a path."""
+    while not segment.blocks:
+        assert segment.parent is not None
+        segment = segment.parent
+    return segment

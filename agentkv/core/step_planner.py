@@ -104,8 +104,10 @@ class StepPlanner:
 
     def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
         """Plans the writes of a request and makes room for them; None when it has to wait."""
+        tail = request.context.tail
+        computed = self._tree.num_computed(tail)
         while True:
-            writes = plan_writes(self._tree, request.context.tail, upto)
+            writes = plan_writes(self._tree, tail, upto)
             if writes.num_blocks <= self._tree.pool.num_free:
                 return writes
             if self._admission.make_room(writes.num_blocks):
@@ -116,6 +118,8 @@ class StepPlanner:
                 self._refuse(request, error)
                 return None
             victim = self._youngest_after(request) or request
+            if self._tree.num_computed(tail) < computed:  # it forwent a copy: start over
+                victim = request
             self._queues.preempt(victim)
             if victim is request:
                 return None
