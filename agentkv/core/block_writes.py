@@ -64,7 +64,7 @@ def plan_writes(tree: ContextTree, tail: Segment, upto: int) -> BlockWrites:
             end, is_copy = min(upto, node.end), not _is_writable(tree, node)
             # A copy takes over all that is computed in the block, so what else its old parent
             # lacks is not needed any more.
-            num_held = computed // size if is_copy else -(-node.num_computed // size)
+            num_held = computed // size if is_copy else _num_listed(node, size)
             writes.append(SegmentWrite(node, -(-end // size) - num_held, is_copy))
             if is_copy:
                 break
@@ -115,6 +115,15 @@ def _is_writable(tree: ContextTree, segment: Segment) -> bool:
     if segment.num_computed % tree.block_size == 0:
         return True
     return bool(segment.blocks) and tree.pool.count(segment.blocks[-1]) == 1
+
+
+def _num_listed(segment: Segment, block_size: int) -> int:
+    """Counts the blocks of a path up to the last one that a segment lists or stands on.
+
+    While a step is planned, a segment lists blocks already that the step is yet to fill.
+    """
+    listed = segment.start // block_size + len(segment.blocks)
+    return max(-(-segment.num_computed // block_size), listed)
 
 
 def _make_last_holder(tree: ContextTree, segment: Segment) -> None:

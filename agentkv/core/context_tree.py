@@ -224,8 +224,11 @@ class ContextTree:
                 self.pool.acquire(below[0])
             upper.num_computed = position
         else:
-            upper.set_blocks(segment.blocks)
-            segment.set_blocks([])
+            # Blocks behind the cut are there only while a step is planned that will fill them,
+            # and then the cut is at a block boundary.
+            cut = -(-position // size) - segment.start // size
+            upper.set_blocks(segment.blocks[:cut])
+            segment.set_blocks(segment.blocks[cut:])
             upper.num_computed = segment.num_computed
             segment.num_computed = position
         segment.start = position
