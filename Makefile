@@ -19,7 +19,7 @@ PROTO := agentkv/v1/agentkv.proto
 # Nothing comes from a model hub: models are installed, generated or named by path.
 OFFLINE := HF_HUB_OFFLINE=1
 # Tiny models gain nothing from many threads.
-TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=2
+TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1
 
 .PHONY: help install format check test demo protos bench serve clean
 
