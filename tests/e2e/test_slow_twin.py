@@ -5,12 +5,13 @@ hold, so that prefix cache is hit and evicted, idle contexts give way, and reque
 and recomputed. Every token and log-probability that comes out is compared with the twin's.
 """
 
+import random
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 from slow_twin import PlainModel, TwinBench
 from tiny_engines import TinyEngine
@@ -123,7 +124,8 @@ def run_program(
     )
     bench = TwinBench(plain, made)
     for action in program:
-        note(f"{action}")
+        if currently_in_test_context():
+            note(f"{action}")
         act(bench, action)
     bench.run()
     bench.check_leaves(SHARED[0][3:9])
@@ -143,6 +145,32 @@ def run_program(
 def test_any_tree_equals_its_twin(family: str, program: Sequence[Action]) -> None:
     """Catches whatever makes a branch differ from the same tokens run alone."""
     run_program(family, program)
+
+
+def draw(dice: random.Random) -> Action:
+    """One move, every choice as likely as any other: bolder than what Hypothesis begins with."""
+    return Action(
+        verb=dice.choice(VERBS),
+        pick=dice.randrange(MOST_CONTEXTS),
+        share=dice.randint(0, 40),
+        number=dice.randint(1, 3),
+        tokens=tuple(dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, 9))),
+        num_steps=dice.choice((0, 0, 1, 1, 2, 3, 6)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(4))
+def test_many_random_trees_equal_their_twins(group: int) -> None:
+    """Catches what one program in a hundred shows; a seed names its program."""
+    for seed in range(25 * group, 25 * group + 25):
+        dice = random.Random(seed)
+        program = [draw(dice) for _ in range(dice.randint(20, 60))]
+        try:
+            run_program("llama", program)
+        except BaseException as error:
+            error.add_note(f"the program of seed {seed}")
+            raise
 
 
 @pytest.mark.slow
