@@ -22,18 +22,24 @@ class Admission:
         self._queues = queues
         self._watermark = watermark
 
-    def require_possible(self, request: Request) -> None:
+    def require_possible(self, request: Request) -> bool:
         """Makes sure that a request could run if all that may give way did.
 
         A path that would need just one block more, for a copy, is made to do without the copy.
+
+        Returns:
+            Whether it was, and so lacks a few tokens more than before.
 
         Raises:
             PoolExhausted: It could not: the pool is too small, or too much of it is pinned.
         """
         need = self._num_needed(request)
         lacking = need - self._room(request, Hold.PINNED)
-        if lacking > 1 or (lacking == 1 and not forgo_copy(self._tree, request.context.tail)):
-            raise self._exhausted(request, need)
+        if lacking <= 0:
+            return False
+        if lacking == 1 and forgo_copy(self._tree, request.context.tail):
+            return True
+        raise self._exhausted(request, need)
 
     def may_start(self, request: Request) -> bool:
         """Whether a waiting request's blocks can all be had now, beside what others were promised.

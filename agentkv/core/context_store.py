@@ -99,22 +99,19 @@ class ContextStore:
         pinned: bool,
         labels: Mapping[str, str],
         now: float,
-    ) -> tuple[Context, int]:
+    ) -> Context:
         """Opens a context with no committed token yet on the longest cached prefix of `tokens`.
-
-        Returns:
-            The context, and how many of the tokens have KV already.
 
         Raises:
             PoolExhausted: The tenant holds as many contexts as it may.
         """
         self._admit(tenant, 1)
         hold = Hold.PINNED if pinned else Hold.KV
-        tail, num_cached = self.tree.open(tenant, array("I", tokens), hold)
+        tail, _ = self.tree.open(tenant, array("I", tokens), hold)
         context = Context(self._new_id(), tenant, tail, 0, hold, hold, now, labels=dict(labels))
         context.root_id = context.id
         self._add(context)
-        return context, num_cached
+        return context
 
     def fork(
         self,

@@ -104,21 +104,19 @@ class StepPlanner:
 
     def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
         """Plans the writes of a request and makes room for them; None when it has to wait."""
-        tail = request.context.tail
-        computed = self._tree.num_computed(tail)
         while True:
-            writes = plan_writes(self._tree, tail, upto)
+            writes = plan_writes(self._tree, request.context.tail, upto)
             if writes.num_blocks <= self._tree.pool.num_free:
                 return writes
             if self._admission.make_room(writes.num_blocks):
                 continue
             try:
-                self._admission.require_possible(request)
+                has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
                 return None
             victim = self._youngest_after(request) or request
-            if self._tree.num_computed(tail) < computed:  # it forwent a copy: start over
+            if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:

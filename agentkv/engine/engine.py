@@ -89,7 +89,7 @@ class Engine:
         if isinstance(known, Commit) and not known.has_failed:
             return known
         self._checks.prompt(token_ids)
-        context, _ = self._store.create(
+        context = self._store.create(
             tenant, token_ids, pinned=pinned, labels=labels or {}, now=self._clock()
         )
         operation = Commit(

@@ -160,8 +160,9 @@ class Generation(Operation):
         self._end = end
         self._seed = seed
         self._is_single = is_single
-        contexts = tuple(view(request.context) for request in requests)
-        self._news: list[Update] = [] if is_single else [Branches(contexts)]
+        self._news: list[Update] = []
+        if not is_single:
+            self._news.append(Branches(tuple(view(request.context) for request in requests)))
         self._finishes: list[Finish] = []
 
     def take_news(self) -> tuple[Update, ...]:

@@ -21,7 +21,7 @@ def make_store(**limits: int) -> ContextStore:
 
 def create(store: ContextStore, length: int, *, pinned: bool = False) -> str:
     """Creates a context whose tokens are committed, yet without KV."""
-    context, _ = store.create("t", range(length), pinned=pinned, labels={}, now=5.0)
+    context = store.create("t", range(length), pinned=pinned, labels={}, now=5.0)
     context.length = length
     return context.id
 
@@ -132,7 +132,7 @@ def test_labels_are_the_callers_no_more() -> None:
     """Catches labels that change when the caller's mapping does."""
     store = make_store()
     labels = {"a": "b"}
-    context, _ = store.create("t", [1], pinned=False, labels=labels, now=0)
+    context = store.create("t", [1], pinned=False, labels=labels, now=0)
     labels["a"] = "changed"
     assert store.view(context).labels == (("a", "b"),)
 

@@ -32,7 +32,7 @@ class Setup:
 
     def create(self, tokens: list[int]) -> Request:
         """Queues a create."""
-        context, _ = self.store.create("t", tokens, pinned=False, labels={}, now=0)
+        context = self.store.create("t", tokens, pinned=False, labels={}, now=0)
         return self.submit(Request(next(self.ids), context))
 
     def generate(self, context: Context, max_tokens: int) -> Request:
