@@ -9,16 +9,14 @@ cuts the segment in two and is timed by itself), and 1,000 branches in one call.
 counted by the pool, bytes by the copies a step would have to do. There is no model and no wire.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from agentkv.engine.engine import Engine
 from benchmarks.hollow_runner import BLOCK_SIZE, VOCAB_SIZE, HollowRunner, hollow_engine
-from benchmarks.report import Report, Result, Target
+from benchmarks.report import Report, Result, Target, parser_for
 
 TENANT = "tenant"
 ENGINE = "agentkv"
@@ -89,14 +87,10 @@ class Contexts:
 
 def main() -> None:
     """Measures, prints one table and writes the JSON file if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser = parser_for(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
     options = parser.parse_args()
-    report = measure(QUICK if options.quick else Plan())
-    report.print()
-    if options.json is not None:
-        report.write(options.json)
+    measure(QUICK if options.quick else Plan()).publish(options.json)
 
 
 def measure(plan: Plan) -> Report:

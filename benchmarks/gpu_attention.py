@@ -8,13 +8,11 @@ the workloads cold and from the cache, decoding end to end with and without grap
 time is left. What cannot run is said and left out; the table comes last in any case.
 """
 
-import argparse
 import gc
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -23,7 +21,7 @@ from benchmarks.gpu import correctness, decode, sweeps, workloads
 from benchmarks.gpu.contestants import PEERS, Scene, calls_of, options_of, ours, stage
 from benchmarks.gpu.timing import Ceilings, Clock, OutOfTime, Timer
 from benchmarks.gpu.workloads import Workload, lay_out, predict
-from benchmarks.report import Machine, Report, Result, Target
+from benchmarks.report import Machine, Report, Result, Target, parser_for
 
 READ_SHARE = 0.85
 """Of the measured read ceiling, unshared, at 256 MB of KV a layer or more."""
@@ -79,8 +77,7 @@ class Session:
 
 def main() -> None:
     """Runs everything, prints one table and writes the JSON file if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser = parser_for(__doc__)
     parser.add_argument("--seconds", type=float, default=400.0, help="time the run may take")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, in the interpreter")
     arguments = parser.parse_args()
@@ -91,10 +88,7 @@ def main() -> None:
         return
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     session = Session(device, arguments.seconds, tiny=arguments.rehearse)
-    report = measure(session)
-    report.print()
-    if arguments.json is not None:
-        report.write(arguments.json)
+    measure(session).publish(arguments.json)
 
 
 def measure(session: Session) -> Report:

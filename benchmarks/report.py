@@ -3,6 +3,7 @@
 It knows figures, targets and the machine; it measures nothing itself.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -94,6 +95,12 @@ class Report:
     machine: Machine = field(default_factory=Machine.here)
     versions: dict[str, str] = field(default_factory=versions)
 
+    def publish(self, path: Path | None) -> None:
+        """Prints one table, and writes the JSON file if one is asked for."""
+        self.print()
+        if path is not None:
+            self.write(path)
+
     def write(self, path: Path) -> None:
         """Writes the report as JSON; replaces what was there."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -121,6 +128,13 @@ class Report:
         for target in self.targets:
             verdict = "met" if target.met else "MISSED"
             print(f"{verdict}: {target.name}: {target.value:.4g}, target {target.target:.4g}")
+
+
+def parser_for(documentation: str) -> argparse.ArgumentParser:
+    """Makes a benchmark's command line: its module's first line, and the option all have."""
+    parser = argparse.ArgumentParser(description=documentation.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    return parser
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

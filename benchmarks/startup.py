@@ -8,7 +8,6 @@ and loads the same folder. Each run is a process of its own; the two kinds alter
 busy machine disturbs both alike.
 """
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentkv.model.catalog import list_models
-from benchmarks.report import Report, Result, Target
+from benchmarks.report import Report, Result, Target, parser_for
 
 MODEL = "smollm2"
 FIRST_START_SECONDS = 40.0
@@ -36,14 +35,10 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 
 def main() -> None:
     """Measures, prints one table and writes the JSON file if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser = parser_for(__doc__)
     parser.add_argument("--runs", type=int, default=7, help="later starts of each kind")
     options = parser.parse_args()
-    report = measure(options.runs)
-    report.print()
-    if options.json is not None:
-        report.write(options.json)
+    measure(options.runs).publish(options.json)
 
 
 def measure(num_runs: int) -> Report:

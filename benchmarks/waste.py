@@ -10,17 +10,15 @@ step, with the prefix cache, and in runs of their own without: whole cached bloc
 contexts waste. There is no model.
 """
 
-import argparse
 import random
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.operations import Operation
 from agentkv.sampling_params import SamplingParams
 from benchmarks.hollow_runner import VOCAB_SIZE, HollowRunner, hollow_engine
-from benchmarks.report import Report, Result, Target
+from benchmarks.report import Report, Result, Target, parser_for
 
 TENANT = "tenant"
 WASTE = 0.04
@@ -106,14 +104,10 @@ class Sessions:
 
 def main() -> None:
     """Measures, prints one table and writes the JSON file if one is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser = parser_for(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
     options = parser.parse_args()
-    report = measure(QUICK if options.quick else Plan())
-    report.print()
-    if options.json is not None:
-        report.write(options.json)
+    measure(QUICK if options.quick else Plan()).publish(options.json)
 
 
 def measure(plan: Plan) -> Report:

@@ -9,13 +9,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import grpc.aio
-import torch
-from tiny_models import build_tiny_model
-from tiny_tokenizers import build_tiny_tokenizer
+from tiny_engines import load_tiny
 
 from agentkv.config import EngineConfig, SchedulerConfig, ServerConfig
 from agentkv.core.batch import Batch, StepResult
@@ -24,11 +22,9 @@ from agentkv.engine.build import build_engine_for
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import EngineView
 from agentkv.engine.runner import Runner
-from agentkv.model.loader import LoadedModel
 from agentkv.server.main import Server
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 
-VOCAB_SIZE = 300
 MAX_LENGTH = 4096
 WAIT = 30.0
 """Seconds after which what should have come never will."""
@@ -36,20 +32,8 @@ WAIT = 30.0
 
 def tiny_engine(**settings: Any) -> Engine:
     """Builds an engine; `settings` are those of EngineConfig. Nothing ends a generation early."""
-    model = build_tiny_model("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LENGTH)
-    loaded = LoadedModel(
-        name="tiny",
-        model=model,
-        tokenizer=build_tiny_tokenizer(),
-        folder=Path(),
-        architecture=type(model).__name__,
-        vocab_size=VOCAB_SIZE,
-        max_length=MAX_LENGTH,
-        num_layers=2,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        eos_token_ids=(),
-        weight_bytes=sum(weight.nbytes for weight in model.parameters()),
+    loaded = replace(
+        load_tiny(max_position_embeddings=MAX_LENGTH), max_length=MAX_LENGTH, eos_token_ids=()
     )
     return build_engine_for(loaded, EngineConfig(**{"num_blocks": 512, **settings}))
 
