@@ -16,7 +16,7 @@ from itertools import count, pairwise
 
 from agentkv.core import prefix_match
 from agentkv.core.block_pool import BlockPool
-from agentkv.core.head_logits import HeadLogits
+from agentkv.core.head_logits import KEPT_HEADS, HeadLogits
 from agentkv.core.residency import Residency
 from agentkv.core.segment import Hold, Segment
 
@@ -33,7 +33,9 @@ class ContextTree:
     ends; no empty segment but the roots; no context-free segment has exactly one child.
     """
 
-    def __init__(self, pool: BlockPool, *, block_size: int, head_capacity: int = 256) -> None:
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, head_capacity: int = KEPT_HEADS
+    ) -> None:
         self.block_size = block_size
         self.pool = pool
         self.residency = Residency(pool, block_size)

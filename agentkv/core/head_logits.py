@@ -8,6 +8,9 @@ from collections import OrderedDict
 
 from agentkv.core.segment import Segment
 
+KEPT_HEADS = 256
+"""Logits that a tree keeps unless told otherwise; who sizes a device's memory counts them too."""
+
 
 class HeadLogits:
     """A bounded map from segment to the logits at its end."""

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentkv.config import EngineConfig
+from agentkv.core.head_logits import KEPT_HEADS
 from agentkv.engine.pool_size import MemoryFacts
 from agentkv.errors import InvalidRequest
 from agentkv.model.compiled import compile_model
@@ -26,9 +27,6 @@ from agentkv.model.loader import LoadedModel
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import ModelShape, describe_model
 from agentkv.model.sampler import Sampler
-
-KEPT_HEADS = 256
-"""Logits of contexts' last tokens that a tree keeps, each as wide as the vocabulary."""
 
 Report = Callable[[str], None]
 _log = logging.getLogger(__name__)

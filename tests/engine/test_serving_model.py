@@ -8,8 +8,9 @@ import torch
 from tiny_engines import load_tiny
 
 from agentkv.config import EngineConfig, SchedulerConfig
+from agentkv.core.head_logits import KEPT_HEADS
 from agentkv.engine.pool_size import MemoryFacts
-from agentkv.engine.serving_model import KEPT_HEADS, ServingModel, capture_graphs
+from agentkv.engine.serving_model import ServingModel, capture_graphs
 from agentkv.errors import InvalidRequest
 from agentkv.model.fused_linear import FusedProjection
 from agentkv.model.model_runner import ModelRunner
