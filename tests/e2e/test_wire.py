@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from server.harness import run
-from server.real_engine import MAX_LENGTH, VOCAB_SIZE, ReallyServed, really_serving, tiny_engine
+from server.real_engine import MAX_LENGTH, ReallyServed, really_serving, tiny_engine
 from slow_twin import PlainModel
+from tiny_engines import TEXT_VOCAB_SIZE
 from tiny_models import build_tiny_model
 
 from agentkv.client.async_client import AsyncClient
@@ -37,7 +38,7 @@ PROMPT = [(13 * number + 7) % 250 + 3 for number in range(37)]
 @cache
 def plain() -> PlainModel:
     return PlainModel(
-        build_tiny_model("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LENGTH)
+        build_tiny_model("llama", vocab_size=TEXT_VOCAB_SIZE, max_position_embeddings=MAX_LENGTH)
     )
 
 
@@ -94,7 +95,7 @@ def test_every_verb_from_end_to_end() -> None:
             listed = [context.id async for context in client.list()]
             assert sorted(listed) == sorted([root.id, branch.id, twin.id])
             info = await client.server_info()
-            assert info.model.vocab_size == VOCAB_SIZE
+            assert info.model.vocab_size == TEXT_VOCAB_SIZE
             assert (await root.refresh()).num_children == 2
             assert (await twin.release()).num_released == 1
             assert (await root.release(recursive=True)).num_released == 2
@@ -240,12 +241,12 @@ def test_events_of_branches_tell_whose_they_are() -> None:
 Refused = Callable[[AsyncContextHandle], Awaitable[object]]
 REFUSED: dict[str, tuple[Refused, type[AgentKVError], Reason]] = {
     "a token beyond the vocabulary": (
-        lambda root: root.extend(token_ids=[VOCAB_SIZE]),
+        lambda root: root.extend(token_ids=[TEXT_VOCAB_SIZE]),
         InvalidRequest,
         Reason.TOKEN_OUT_OF_RANGE,
     ),
     "a stop token beyond the vocabulary": (
-        lambda root: root.complete(stop_token_ids=(VOCAB_SIZE + 3,)),
+        lambda root: root.complete(stop_token_ids=(TEXT_VOCAB_SIZE + 3,)),
         InvalidRequest,
         Reason.TOKEN_OUT_OF_RANGE,
     ),
