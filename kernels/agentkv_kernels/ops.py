@@ -105,16 +105,16 @@ def tree_attention(
         return _attend(query, k_cache, v_cache, buffers, scale, softcap, sinks, scales)
     _check_plan(query, k_cache, plan, plan.derived(AttentionPlan.highest_block))
     keywords = _Options(scale=scale, window=window, softcap=softcap, sinks=sinks)
-    if scales is not None:
-        k_cache = dequantise(k_cache, scales.k, query.dtype)
-        v_cache = dequantise(v_cache, scales.v, query.dtype)
     if chosen == "reference":
+        if scales is not None:
+            k_cache = dequantise(k_cache, scales.k, query.dtype)
+            v_cache = dequantise(v_cache, scales.v, query.dtype)
         return reference.tree_attention(query, k_cache, v_cache, plan, **keywords)[0]
     if query.device.type != "cpu":
         raise ValueError(f"implementation {chosen!r} cannot run on {query.device}")
     if batch_invariant:
         raise ValueError("batch_invariant needs implementation 'triton' or 'reference'")
-    return cpu.tree_attention(query, k_cache, v_cache, plan, **keywords)
+    return cpu.tree_attention(query, k_cache, v_cache, plan, scales=scales, **keywords)
 
 
 def store_and_attend(
