@@ -65,7 +65,7 @@ class NativeCalls:
         self._plan = plan
         self._library = library
         self._attend = library.function("attend", *[ctypes.c_void_p] * 3)
-        self._prepared: dict[object, _Prepared | None] = {}
+        self._prepared: dict[object, _Prepared] = {}
         self._schedules: dict[ScheduleOptions, NativeSchedule] = {}
         self._buffer = ctypes.create_string_buffer(_POINTERS.size + _SIZES.size + _SLOTS.size)
         address = ctypes.addressof(self._buffer)
@@ -102,15 +102,13 @@ class NativeCalls:
             scales is not None,
             *[t if t is None else (t.shape, t.stride(), t.dtype, t.is_cpu) for t in tensors],
         )
-        if signature not in self._prepared:
-            self._check(query, k_cache, v_cache, modifiers, sinks, scales, new)
-            fits = _fits(query, k_cache, v_cache, sinks, scales, new)
-            self._prepared[signature] = (
-                self._prepare(query, k_cache, v_cache, modifiers, scales, new) if fits else None
-            )
-        prepared = self._prepared[signature]
+        prepared = self._prepared.get(signature)
         if prepared is None:
-            return None
+            self._check(query, k_cache, v_cache, modifiers, sinks, scales, new)
+            if not _fits(query, k_cache, v_cache, sinks, scales, new):
+                return None
+            prepared = self._prepare(query, k_cache, v_cache, modifiers, scales, new)
+            self._prepared[signature] = prepared
         if prepared.schedule.highest_block >= k_cache.shape[0]:
             self._check_plan(query, k_cache, prepared.schedule.highest_block)
         out = query.new_empty(prepared.out_shape)
