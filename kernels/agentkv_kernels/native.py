@@ -9,15 +9,13 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  # loads the OpenMP library whose threads the kernels share
 
 LIBRARY = Path(__file__).with_name("_native") / "libagentkv_native.so"
-LEVELS = ("avx512vnni", "avxvnni", "avx2")
-"""Levels a library holds, best first; a processor that runs one runs those after it."""
 SWITCH = "AGENTKV_NATIVE"
 """Environment variable: `0` goes without native kernels, the name of a level takes that one."""
 _log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ class NativeLibrary:
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self._library = library
         self.level = level
-        """One of LEVELS."""
+        """One of `available_levels`."""
 
     def function(self, name: str, *arguments: Any) -> Callable[..., None]:
         """Finds a function that returns nothing.
@@ -62,19 +60,16 @@ def native_at(level: str) -> NativeLibrary:
     return NativeLibrary(ctypes.CDLL(str(LIBRARY)), level)
 
 
-def available_levels() -> Sequence[str]:
+def available_levels() -> list[str]:
     """Lists the levels that can be called here, best first; none without a library."""
     if not LIBRARY.is_file():
         _log.info("No native kernels: %s was not compiled", LIBRARY)
-        return ()
+        return []
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         _log.warning("No native kernels: %s", error)
-        return ()
-    library.agentkv_level.restype = ctypes.c_char_p
-    best = library.agentkv_level().decode()
-    if best not in LEVELS:
-        return ()
-    # AVX-VNNI is an extension of its own: a processor with AVX-512 may lack it.
-    return LEVELS[LEVELS.index(best) :] if best != "avx512vnni" else ("avx512vnni", "avx2")
+        return []
+    names = ctypes.create_string_buffer(64)
+    library.agentkv_levels(names)
+    return names.value.decode().split()
