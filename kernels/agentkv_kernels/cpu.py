@@ -135,9 +135,10 @@ class _Slots:
 
     def take(self, slots: slice | Tensor) -> Tensor:
         """Returns (num_kv, num_kv_heads, head_dim): a view for a slice, a copy for a tensor."""
-        taken = self._pick(self.cache, slots)
         if self.factor is None:
-            return taken
+            return self._pick(self.cache, slots)
+        # As bytes: torch moves no float8 on a CPU.
+        taken = self._pick(self.cache.view(torch.uint8), slots).view(self.cache.dtype)
         return dequantise(taken, self._pick(self.factor, slots), self.dtype)
 
     def _pick(self, cache: Tensor, slots: slice | Tensor) -> Tensor:

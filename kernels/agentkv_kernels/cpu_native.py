@@ -1,14 +1,13 @@
 """Attention on a CPU by a C kernel: stores a layer's KV and attends, in one call.
 
-Owns what crosses into `_native/attention.c`: addresses, strides, and when that kernel can be used at
-all. What it cannot take, `cpu` computes with torch, with the same result to rounding.
+Owns what crosses into `_native/attention.c`: addresses, strides, and when that kernel can be used.
+What it cannot take, `cpu` computes with torch, with the same result to rounding.
 
 A step's layers differ in little but addresses. So what was checked and laid out for one layer is
 kept by the shapes and strides it had, and serves the next layers and the next steps of a plan.
 """
 
 import ctypes
-import functools
 import struct
 from typing import NamedTuple
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels import checks
-from agentkv_kernels.native import NativeLibrary, load_native
+from agentkv_kernels.native import NativeLibrary
+from agentkv_kernels.native import load_native as find_library
 from agentkv_kernels.native_schedule import NativeSchedule, ScheduleOptions
 from agentkv_kernels.plan import AttentionPlan
 from agentkv_kernels.quantise import KVScales
@@ -192,14 +192,9 @@ class NativeCalls:
         return _Prepared(self._schedules[options], sizes, (num_rows, num_q_heads, v_head_dim))
 
 
-@functools.cache
-def _kernels() -> NativeLibrary | None:
-    return load_native()
-
-
 def calls_of(plan: AttentionPlan) -> NativeCalls | None:
     """Returns what makes a plan's calls, kept with the plan; None without a native library."""
-    library = _kernels()
+    library = find_library()
     return None if library is None else plan.followed(NativeCalls, library)
 
 

@@ -152,6 +152,8 @@ def allocate_kv(
 
 def _write(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     """Puts rows into checked slots of a cache."""
+    if cache.dtype == torch.float8_e4m3fn:  # torch moves no such numbers on a CPU
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
     block_size = cache.shape[1]
     if cache.stride(0) == block_size * cache.stride(1):
         # The pool's own layout: slots are evenly spaced, which makes this 4x faster.

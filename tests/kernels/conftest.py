@@ -1,0 +1,19 @@
+"""Runs what tests the CPU implementation once for each form of it that this machine has."""
+
+import pytest
+
+from agentkv_kernels import cpu_native, native
+
+LEVELS = native.available_levels()
+ABSENT = pytest.param(
+    "native", marks=pytest.mark.skip(f"no native kernels: {native.LIBRARY.name} was not compiled")
+)
+
+
+@pytest.fixture(params=["torch", *(LEVELS or [ABSENT])])
+def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes "cpu" mean torch alone, or the native kernels of one level; answers which."""
+    level: str = request.param
+    library = None if level == "torch" else native.native_at(level)
+    monkeypatch.setattr(cpu_native, "find_library", lambda: library)
+    return level
