@@ -26,8 +26,7 @@ _CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """The numbers by which `attention.h` calls dtypes."""
 _NUMBERS_OF_QUERIES = 12 << 10
 """Numbers of the queries that read together: 48 KB, which a core's caches hold beside a tile."""
-_POINTERS, _SIZES = struct.Struct("=11Q"), struct.Struct("=23q2d")
-_SLOTS = struct.Struct("=2q")
+_LAYER, _SLOTS = struct.Struct("=11Q23q2d"), struct.Struct("=2q")
 """Layer's fields of `attention.h`, and the range of slots that comes back."""
 
 
@@ -54,7 +53,8 @@ class _Prepared(NamedTuple):
     """What is the same in every layer with the same shapes and strides."""
 
     schedule: NativeSchedule
-    sizes: bytes
+    sizes: tuple[float, ...]
+    """Layer's fields from the strides on."""
     out_shape: tuple[int, int, int]
 
 
@@ -67,9 +67,9 @@ class NativeCalls:
         self._attend = library.function("attend", *[ctypes.c_void_p] * 3)
         self._prepared: dict[object, _Prepared] = {}
         self._schedules: dict[ScheduleOptions, NativeSchedule] = {}
-        self._buffer = ctypes.create_string_buffer(_POINTERS.size + _SIZES.size + _SLOTS.size)
+        self._buffer = ctypes.create_string_buffer(_LAYER.size + _SLOTS.size)
         address = ctypes.addressof(self._buffer)
-        end = address + _POINTERS.size + _SIZES.size
+        end = address + _LAYER.size
         self._addresses = (address, end, end + 8)
 
     def follow(self, plan: AttentionPlan) -> bool:
@@ -112,7 +112,7 @@ class NativeCalls:
         if prepared.schedule.highest_block >= k_cache.shape[0]:
             self._check_plan(query, k_cache, prepared.schedule.highest_block)
         out = query.new_empty(prepared.out_shape)
-        _POINTERS.pack_into(
+        _LAYER.pack_into(
             self._buffer,
             0,
             prepared.schedule.address,
@@ -123,10 +123,10 @@ class NativeCalls:
             v_cache.data_ptr(),
             *((0, 0) if scales is None else [factor.data_ptr() for factor in scales]),
             0 if sinks is None else sinks.data_ptr(),
+            *prepared.sizes,
         )
-        self._buffer[_POINTERS.size : _POINTERS.size + _SIZES.size] = prepared.sizes
         self._attend(*self._addresses)
-        low, high = _SLOTS.unpack_from(self._buffer, _POINTERS.size + _SIZES.size)
+        low, high = _SLOTS.unpack_from(self._buffer, _LAYER.size)
         checks.check_slot_range(low, high, k_cache.shape[0] * k_cache.shape[1])
         return out
 
@@ -179,7 +179,7 @@ class NativeCalls:
         if options not in self._schedules:
             self._schedules[options] = NativeSchedule(self._plan, options, self._library)
         of_new = (0, 0, 0, 0) if new is None else (*new.key.stride()[:2], *new.value.stride()[:2])
-        sizes = _SIZES.pack(
+        sizes = (
             *query.stride()[:2],
             *of_new,
             *k_cache.stride()[:3],

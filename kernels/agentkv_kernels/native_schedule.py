@@ -57,7 +57,8 @@ class NativeSchedule:
         self._row_at = _begins(row_counts)
         self._rows = _joined([np.asarray(rows, np.int32) for rows in plan.rows])
         self._num_known: list[int] = []
-        self._block_at = self._blocks = np.empty(0, np.int64)
+        self._block_at = np.empty(0, np.int64)
+        self._blocks = np.empty(0, np.int32)
         self.follow(plan)
 
     def follow(self, plan: AttentionPlan) -> None:
