@@ -49,6 +49,21 @@ class Int8Weights:
         return cls(panels, weight.shape[0])
 
     @classmethod
+    def pack_in_a_row(cls, weights: Sequence[Tensor], native: NativeLibrary | None) -> Self:
+        """Rounds weights of the same input, (num_outputs, num_inputs) each, one after the other.
+
+        Each num_outputs but the last must be a multiple of PANEL.
+        """
+        sizes = [weight.shape[0] for weight in weights]
+        assert all(size % PANEL == 0 for size in sizes[:-1]), "a panel would be of two weights"
+        panels = _empty(-(-sum(sizes) // PANEL), weights[0].shape[1])
+        start = 0
+        for weight, size in zip(weights, sizes, strict=True):
+            _pack_into(panels[start : start - (-size // PANEL)], weight, native)
+            start -= -size // PANEL
+        return cls(panels, sum(sizes))
+
+    @classmethod
     def pack_in_turn(cls, weights: Sequence[Tensor], native: NativeLibrary | None) -> Self:
         """Rounds weights of the same shape; panel i is of weight i % len(weights).
 
@@ -163,7 +178,7 @@ def scratch_bytes(num_rows: int, num_inputs: int) -> int:
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds rows: (..., num_groups, GROUP) integers as float32, (..., num_groups) factors."""
-    groups = rows.reshape(*rows.shape[:-1], -1, GROUP)
+    groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // GROUP, GROUP)
     factors = groups.abs().amax(-1) / 127
     scale = torch.where(factors > 0, 1 / factors, 0.0)
     integers = (groups * scale[..., None]).round_()
