@@ -3,12 +3,11 @@
     python -m benchmarks.step_cost [--json FILE] [--quick] [--kv-dtype int8] [--threads N]
 
 Steps of the real runner on SmolLM2-135M: branches below one shared prefix, each with 16 tokens of
-its own and one new row that is sampled greedily. A line is fitted through the times, weighted so
-that relative errors count. Shared tokens must not get dearer with more branches by more than their
+its own and one new row that is sampled greedily. A line is fitted through the shortest times of
+the repeats, weighted so that relative errors count. Shared tokens must not get dearer with more branches by more than their
 arithmetic, which grows in proportion to the branches.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -58,9 +57,9 @@ class Point(NamedTuple):
     """Of each repeat."""
 
     @property
-    def median(self) -> float:
-        """The middle one of the repeats."""
-        return statistics.median(self.seconds)
+    def fastest(self) -> float:
+        """The shortest of the repeats: what else runs on a machine only adds to a step."""
+        return min(self.seconds)
 
 
 class Fit(NamedTuple):
@@ -109,7 +108,7 @@ def measure(runner: ModelRunner, grid: Grid) -> list[Point]:
 def fit_cost(points: Sequence[Point]) -> Fit:
     """Fits by least squares of the relative errors; at least four points, not all in a line."""
     works = np.array([(1, *point.work) for point in points], dtype=np.float64)
-    times = np.array([point.median for point in points])
+    times = np.array([point.fastest for point in points])
     found, *_ = np.linalg.lstsq(works / times[:, None], np.ones(len(points)), rcond=None)
     predicted = works @ found
     unexplained = float(((times - predicted) ** 2).sum())
@@ -122,7 +121,7 @@ def slope(points: Sequence[Point], num_branches: int) -> float:
     """Measures seconds per shared token for so many branches, over the whole range of prefixes."""
     chosen = [point for point in points if point.num_branches == num_branches]
     prefixes = [point.prefix for point in chosen]
-    return float(np.polyfit(prefixes, [point.median for point in chosen], 1)[0])
+    return float(np.polyfit(prefixes, [point.fastest for point in chosen], 1)[0])
 
 
 def report(points: Sequence[Point], fit: Fit) -> Report:
