@@ -4,8 +4,9 @@
 
 Steps of the real runner on SmolLM2-135M: branches below one shared prefix, each with 16 tokens of
 its own and one new row that is sampled greedily. A line is fitted through the shortest times of
-the repeats, weighted so that relative errors count. Shared tokens must not get dearer with more branches by more than their
-arithmetic, which grows in proportion to the branches.
+the repeats, weighted so that relative errors count. Shared tokens must not get dearer with more
+branches by more than their arithmetic, which grows in proportion to the branches. On a machine that
+others use take one thread: several wait for each other.
 """
 
 import time
