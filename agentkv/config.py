@@ -66,6 +66,8 @@ class LimitsConfig:
     """Answers remembered for repeated request ids."""
     reply_ttl: float = 600.0
     """Seconds for which an answer to a request id is remembered."""
+    max_ended_trees: int = 10_000
+    """Trees without a living context whose usage can still be asked for."""
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")

@@ -55,6 +55,8 @@ class Bench:
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
     ) -> None:
+        self.now = 1000.0
+        """Seconds, as the engine's timer shows them; a test moves them on."""
         self.block_size = block_size
         self.runner = FakeModelRunner(num_blocks, block_size)
         self.engine = make_engine(
@@ -72,6 +74,7 @@ class Bench:
             limits=limits,
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
+            timer=lambda: self.now,
         )
         self.tree = self.engine._tree
         self.pool = self.tree.pool

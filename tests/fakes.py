@@ -268,6 +268,7 @@ def make_engine(
     pieces: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
+    timer: Callable[[], float] = lambda: 1000.0,
 ) -> Engine:
     """Puts an engine on a fake model: ids are c0, c1, ..., seeds 1, 2, ..., and time stands still.
 
@@ -282,6 +283,7 @@ def make_engine(
         pieces: Texts of the first token ids.
         tokenizer: One made earlier, to save time; else one is made from `pieces`.
         clock: Seconds since the epoch.
+        timer: Seconds that only grow, for the bills.
     """
     numbers, seeds = itertools.count(), itertools.count(1)
     runner = runner or FakeModelRunner(num_blocks, block_size)
@@ -306,6 +308,7 @@ def make_engine(
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),
         clock=clock,
+        timer=timer,
     )
     runner.pool = engine._tree.pool
     return engine

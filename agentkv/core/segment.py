@@ -49,6 +49,7 @@ class Segment:
         "num_contexts",
         "num_kv_children",
         "parent",
+        "root",
         "start",
         "tokens",
     )
@@ -58,6 +59,7 @@ class Segment:
         self.start = start
         self.tokens = tokens
         self.parent = parent
+        self.root: Segment = self if parent is None else parent.root
         self.children: dict[Segment, None] = {}
         self.blocks: list[int] = []
         self.num_computed = start
