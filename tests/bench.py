@@ -18,7 +18,7 @@ from fakes import (
     make_tokenizer,
 )
 
-from agentkv.config import LimitsConfig, SchedulerConfig
+from agentkv.config import LimitsConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.segment import Segment
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.engine.operations import Generation, Operation
@@ -52,6 +52,7 @@ class Bench:
         max_running: int = 256,
         max_length: int = 4096,
         limits: LimitsConfig | None = None,
+        quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
     ) -> None:
@@ -72,6 +73,7 @@ class Bench:
                 max_running=max_running,
             ),
             limits=limits,
+            quotas=quotas,
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
             timer=lambda: self.now,

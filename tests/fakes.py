@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import LimitsConfig, PoolConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.batch import (
     NO_SLOT,
     Batch,
@@ -264,6 +264,7 @@ def make_engine(
     max_length: int = 4096,
     scheduler: SchedulerConfig | None = None,
     limits: LimitsConfig | None = None,
+    quotas: QuotasConfig | None = None,
     end_token_ids: Sequence[int] = (),
     pieces: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
@@ -279,6 +280,7 @@ def make_engine(
         max_length: Longest context of the model.
         scheduler: Step sizes; the defaults if None.
         limits: Tenant limits; the defaults if None.
+        quotas: Tenant quotas; none if None.
         end_token_ids: The model's ends of sequence.
         pieces: Texts of the first token ids.
         tokenizer: One made earlier, to save time; else one is made from `pieces`.
@@ -304,6 +306,7 @@ def make_engine(
         pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
         scheduler=scheduler or SchedulerConfig(),
         limits=limits or LimitsConfig(),
+        quotas=quotas,
         end_token_ids=frozenset(end_token_ids),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),

@@ -43,25 +43,3 @@ class Bill:
 
 
 _ADDED = tuple(item.name for item in fields(Bill) if item.name != "block_seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class TierView:
-    """One tier since start, in block-seconds: taken = held + unheld."""
-
-    taken: float
-    held: float
-    """Charged to contexts."""
-    unheld: float
-    """Charged to nobody: prefix cache, and KV that gave way and was not yet needed for others."""
-
-
-@dataclass(frozen=True, slots=True)
-class UsageView:
-    """A bill as of one moment, and the pool it came from."""
-
-    bill: Bill
-    num_contexts: int
-    """Living contexts it covers."""
-    tiers: tuple[TierView, ...]
-    """All tenants together, by `Tier`."""

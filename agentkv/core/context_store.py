@@ -10,19 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from agentkv.config import LimitsConfig
-from agentkv.core.bill import Bill, UsageView
+from agentkv.config import LimitsConfig, QuotasConfig
+from agentkv.core.bill import Bill
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.ledger import Ledger
+from agentkv.core.quotas import Quotas
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, Residency
 from agentkv.errors import (
     ContextBusy,
     ContextMoved,
     InvalidRequest,
     NotFound,
-    PoolExhausted,
     Reason,
 )
 
@@ -45,9 +46,16 @@ class ContextStore:
     foreign handle answers exactly like an unknown one; fork and truncate take no block.
     """
 
-    def __init__(self, tree: ContextTree, limits: LimitsConfig, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        tree: ContextTree,
+        limits: LimitsConfig,
+        new_id: Callable[[], str],
+        quotas: QuotasConfig | None = None,
+    ) -> None:
         self.tree = tree
         self.ledger = Ledger(tree.residency.occupancies, max_ended_trees=limits.max_ended_trees)
+        self.quotas = Quotas(quotas or QuotasConfig(), limits, tree)
         self._limits = limits
         self._new_id = new_id
         self._contexts: dict[str, Context] = {}
@@ -143,12 +151,7 @@ class ContextStore:
             )
         position = parent.length if at is None else at
         _check_position(position, parent.length)
-        if parent.depth >= limits.max_depth:
-            raise PoolExhausted(
-                f"A context may descend from at most {limits.max_depth} forks.",
-                reason=Reason.TENANT_QUOTA,
-                metadata={"quota": "depth", "limit": limits.max_depth},
-            )
+        self.quotas.require_branches(parent.tenant, parent.depth, len(parent.children), count)
         self._admit(parent.tenant, count)
         children = self._branch(parent, count, position, parent.idle_hold, dict(labels), now)
         for child in children:
@@ -288,7 +291,8 @@ class ContextStore:
         if context_id is not None:
             context = self.get(tenant, context_id)
             hidden = [other for other in self._hidden if other.bill is context.bill]
-            return self.ledger.view(self.ledger.of_contexts([context, *hidden]), 1)
+            bill, count = self.ledger.of_contexts([context, *hidden]), 1
+            return self._usage_view(tenant, bill, count)
         covered = [
             context
             for context in (*self, *self._hidden)
@@ -298,7 +302,8 @@ class ContextStore:
             bill = self.ledger.of_tenant(tenant, covered)
         else:
             bill = self.ledger.of_tree(tenant, root_id, covered)
-        return self.ledger.view(bill, sum(context.id in self._contexts for context in covered))
+        count = sum(context not in self._hidden for context in covered)
+        return self._usage_view(tenant, bill, count)
 
     def check(self) -> None:
         """Asserts that contexts and tree agree."""
@@ -368,15 +373,13 @@ class ContextStore:
             segment = segment.parent
         return private, shared
 
+    def _usage_view(self, tenant: str, bill: Bill, num_contexts: int) -> UsageView:
+        held = self._num_per_tenant.get(tenant, 0)
+        quotas = self.quotas.view(tenant, held)
+        return UsageView(bill, num_contexts, self.ledger.tiers(), quotas)
+
     def _admit(self, tenant: str, count: int) -> None:
-        held, limit = self._num_per_tenant.get(tenant, 0), self._limits.max_contexts
-        if held + count > limit:
-            raise PoolExhausted(
-                f"{count} more contexts would exceed the limit of {limit}; {held} are held. "
-                "Release some first.",
-                reason=Reason.TENANT_QUOTA,
-                metadata={"quota": "contexts", "limit": limit, "held": held, "need": count},
-            )
+        self.quotas.require_contexts(tenant, self._num_per_tenant.get(tenant, 0), count)
 
     def _add(self, context: Context) -> None:
         context.number = next(self._numbers)

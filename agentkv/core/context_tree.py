@@ -398,6 +398,9 @@ class ContextTree:
                     held[level] += segment.num_owned(self.block_size)
         assert counts == [self.pool.count(block_id) for block_id in range(len(counts))]
         assert held == self.residency.held, "blocks held per level drifted"
+        for level in Hold:
+            below = sum(root.held_below[level] for root in self._roots.values())
+            assert held[level] == below, "blocks held per root drifted"
         assert used_slots == self.residency.used_slots, "used slots drifted"
         for occupancy in self.residency.occupancies:
             occupancy.check(self, self.residency.held[occupancy.level])

@@ -9,9 +9,10 @@ changes contexts tells it the time first.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentkv.core.bill import Bill, TierView, UsageView
+from agentkv.core.bill import Bill
 from agentkv.core.context import Context
 from agentkv.core.occupancy import Occupancy, Readings
+from agentkv.core.usage_view import TierView
 from agentkv.errors import NotFound
 
 
@@ -147,10 +148,14 @@ class Ledger:
         total.add(self._closed.get(tenant, Bill()))
         return total
 
-    def view(self, bill: Bill, num_contexts: int) -> UsageView:
-        """Shows a bill beside what was used in all."""
-        tiers = tuple(
-            TierView(tier.taken_block_seconds, tier.held_block_seconds, tier.unheld_block_seconds)
-            for tier in self._occupancies
+    def tiers(self) -> tuple[TierView, ...]:
+        """Shows what was used since start, by tier."""
+        return tuple(
+            TierView(
+                occupancy.tier,
+                occupancy.taken_block_seconds,
+                occupancy.held_block_seconds,
+                occupancy.unheld_block_seconds,
+            )
+            for occupancy in self._occupancies
         )
-        return UsageView(bill, num_contexts, tiers)

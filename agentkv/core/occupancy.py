@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.segment import Hold, Segment
+from agentkv.core.sliding_sum import SlidingSum
 
 
 class Tier(IntEnum):
@@ -54,6 +55,8 @@ class Tenancy:
     block_seconds: float = 0.0
     """Integral of `num_blocks` up to `at`."""
     at: float = 0.0
+    window: SlidingSum | None = None
+    """The same of the last seconds alone, where a quota asks for it."""
 
 
 @dataclass(slots=True)
@@ -257,4 +260,6 @@ class Occupancy:
 
     def _settle(self, tenancy: Tenancy) -> None:
         tenancy.block_seconds += tenancy.num_blocks * (self.now - tenancy.at)
+        if tenancy.window is not None:
+            tenancy.window.add(tenancy.at, self.now, tenancy.num_blocks)
         tenancy.at = self.now

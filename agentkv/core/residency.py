@@ -15,7 +15,8 @@ class Residency:
     """Holds, block counts per level, and the evictable leaves of one pool.
 
     Invariants: `held[level]` is the number of blocks whose topmost lister is held at that level;
-    whatever is not held at `Hold.KV` can be reached by evicting leaf after leaf.
+    a segment's `held_below` is the same of its root alone; whatever is not held at `Hold.KV` can
+    be reached by evicting leaf after leaf.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -45,7 +46,7 @@ class Residency:
                 node.holds[level] = before + added
                 if before:
                     break
-                self.held[level] += node.num_owned(self.block_size)
+                self._count(node, level, node.num_owned(self.block_size))
                 node, added = node.parent, 1
 
     def unhold(self, segment: Segment, low: Hold, high: Hold) -> None:
@@ -57,7 +58,7 @@ class Residency:
                 node.holds[level] -= 1
                 if node.holds[level]:
                     break
-                self.held[level] -= node.num_owned(self.block_size)
+                self._count(node, level, -node.num_owned(self.block_size))
                 if level == Hold.KV:
                     self.offer(node)
                 node = node.parent
@@ -104,6 +105,10 @@ class Residency:
     def _may_go(self, segment: Segment) -> bool:
         return bool(segment.blocks) and not segment.holds[Hold.KV] and not segment.num_kv_children
 
+    def _count(self, segment: Segment, level: int, change: int) -> None:
+        self.held[level] += change
+        segment.held_below[level] += change
+
     def _resize(self, segment: Segment, blocks: list[int]) -> None:
         before, had_kv = segment.num_owned(self.block_size), bool(segment.blocks)
         segment.set_blocks(blocks)
@@ -112,6 +117,6 @@ class Residency:
         change = segment.num_owned(self.block_size) - before
         for level in Hold:
             if segment.holds[level]:
-                self.held[level] += change
+                self._count(segment, level, change)
         if segment.parent is not None:
             segment.parent.num_kv_children += bool(blocks) - had_kv

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
-from agentkv.core.bill import UsageView
+from agentkv.config import LimitsConfig, PoolConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextPage, ContextStore
@@ -17,6 +16,7 @@ from agentkv.core.context_tree import ContextTree
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -49,6 +49,7 @@ class Engine:
         pool: PoolConfig,
         scheduler: SchedulerConfig,
         limits: LimitsConfig,
+        quotas: QuotasConfig | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
@@ -59,7 +60,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.limits = limits
         self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
-        self._store = ContextStore(self._tree, limits, new_id)
+        self._store = ContextStore(self._tree, limits, new_id, quotas)
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agentkv.core.bill import UsageView
 from agentkv.core.context import Context
 from agentkv.core.occupancy import Tier
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.errors import AgentKVError
 from agentkv.sampling_params import SamplingParams
 
@@ -176,7 +176,7 @@ class UsageMachine(RuleBasedStateMachine):
         self.bills_are_right()
         for context_id, tenant in self.ids.items():
             self.bench.engine.release(tenant, [context_id])
-        trees = [name for name in self.used if name.startswith("tree ")]
+        trees = list(self.owners)
         self.wait(3.0)
         self.bench.engine.flush_cache()
         self.wait(100.0)
