@@ -19,7 +19,7 @@ from agentkv.client.values import (
     Residency,
     Usage,
 )
-from agentkv.errors import AgentKVError, InternalError, Reason
+from agentkv.errors import AgentKVError, InternalError, PoolExhausted, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ def branch_error(message: pb.BranchError) -> AgentKVError:
     if message.reason not in Reason.__members__:  # a newer server's
         return InternalError(message.message, metadata={**metadata, "reason": message.reason})
     reason = Reason(message.reason)
-    return status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    error = status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    if isinstance(error, PoolExhausted) and message.HasField("retry_after"):
+        error.retry_after = message.retry_after
+    return error
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:

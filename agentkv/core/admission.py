@@ -48,7 +48,7 @@ class Admission:
         if lacking == 1 and forgo_copy(self._tree, request.context.tail):
             return True
         if lacking_quota > 0:
-            raise self._quotas.refuse_blocks(tenant, need, self._fits_alone(request, need))
+            raise self._over_quota(request, need)
         raise self._exhausted(request, need)
 
     def waits_for_quota(self, request: Request) -> bool:
@@ -146,11 +146,15 @@ class Admission:
         self._store.set_hold(context, before)
         return count
 
-    def _fits_alone(self, request: Request, need: int) -> bool:
-        limit = self._quotas.max_blocks(request.context.tenant)
+    def _over_quota(self, request: Request, need: int) -> PoolExhausted:
         path = self._tree.path(request.context.tail)
-        own = sum(segment.num_owned(self._tree.block_size) for segment in path)
-        return limit is not None and own + need <= limit
+        return self._quotas.refuse_blocks(
+            request.context.tenant,
+            need,
+            room=int(self._quota_room(request, Hold.KV)),
+            room_if_idle_gave_way=int(self._quota_room(request, Hold.FIRM)),
+            own=sum(segment.num_owned(self._tree.block_size) for segment in path),
+        )
 
     def _exhausted(self, request: Request, need: int) -> PoolExhausted:
         pool = self._tree.pool

@@ -111,11 +111,13 @@ class ContextTree:
             return ()
         tail.num_contexts += count
         self.residency.hold(tail, Hold.TOKENS, hold, count)
-        readings = []
-        for occupancy in self.residency.occupancies:
-            if hold >= occupancy.level:
-                readings.append((occupancy.tier, occupancy.hold(tail, count)))
-        return tuple(readings)
+        return tuple(
+            [
+                (occupancy.tier, occupancy.hold(tail, count))
+                for occupancy in self.residency.occupancies
+                if hold >= occupancy.level
+            ]
+        )
 
     def detach(self, tail: Segment, hold: Hold) -> None:
         """Lets go of one context's path: what nobody holds becomes prefix cache or is freed."""

@@ -147,7 +147,7 @@ class Occupancy:
             if meter is None:
                 meter = meters[node] = _Meter(self.tenancy(node.root), now)
                 self._set_blocks(meter, self._num_owned(node))
-            elif meter.at != now:
+            else:
                 meter.settle(now)
             meter.num_holders += count
             share += meter.share

@@ -5,6 +5,7 @@ is `admission`'s affair, and only contexts of the same tenant do.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentkv.config import LimitsConfig, QuotaConfig, QuotasConfig
 from agentkv.core.context_tree import ContextTree
@@ -35,6 +36,14 @@ class QuotaView:
     max_fan_out: int | None
 
 
+class _Limits(NamedTuple):
+    """A tenant's quota, and the smaller of it and the server's own limits."""
+
+    quota: QuotaConfig
+    max_contexts: int
+    max_depth: int
+
+
 class Quotas:
     """The quotas of all tenants of one pool."""
 
@@ -42,11 +51,12 @@ class Quotas:
         self._config = config
         self._limits = limits
         self._tree = tree
+        self._known: dict[str, _Limits] = {}
         self._occupancy = tree.residency.occupancies[Tier.DEVICE]
 
     def view(self, tenant: str, num_contexts: int) -> QuotaView:
         """Shows a tenant's quotas and where it stands."""
-        quota = self._config.of(tenant)
+        quota, max_contexts, max_depth = self._of(tenant)
         tenancy = self._tenancy(tenant)
         used = 0.0 if tenancy.window is None else tenancy.window.total(self._occupancy.now)
         return QuotaView(
@@ -56,8 +66,8 @@ class Quotas:
             max_block_seconds=quota.block_seconds,
             window=quota.window,
             contexts=num_contexts,
-            max_contexts=self._max_contexts(quota),
-            max_depth=self._max_depth(quota),
+            max_contexts=max_contexts,
+            max_depth=max_depth,
             max_fan_out=quota.fan_out,
         )
 
@@ -67,7 +77,7 @@ class Quotas:
         Raises:
             PoolExhausted: It may not.
         """
-        limit = self._max_contexts(self._config.of(tenant))
+        limit = self._of(tenant).max_contexts
         if num_held + count > limit:
             raise _refusal(
                 f"{count} more contexts would exceed the quota of {limit}; {num_held} are held. "
@@ -84,8 +94,7 @@ class Quotas:
         Raises:
             PoolExhausted: It may not.
         """
-        quota = self._config.of(tenant)
-        max_depth = self._max_depth(quota)
+        quota, _, max_depth = self._of(tenant)
         if depth >= max_depth:
             raise _refusal(
                 f"A context may descend from at most {max_depth} forks.",
@@ -106,34 +115,38 @@ class Quotas:
 
     def max_blocks(self, tenant: str) -> int | None:
         """Says how many device blocks a tenant's contexts may hold."""
-        return self._config.of(tenant).blocks
+        return self._of(tenant).quota.blocks
 
     def is_spent(self, tenant: str) -> bool:
         """Whether a tenant has used up its block-seconds, and may take no block for a while."""
-        limit = self._config.of(tenant).block_seconds
+        limit = self._of(tenant).quota.block_seconds
         window = None if limit is None else self._tenancy(tenant).window
         return window is not None and window.total(self._occupancy.now) >= (limit or 0.0)
 
-    def refuse_blocks(self, tenant: str, need: int, is_possible: bool) -> PoolExhausted:
+    def refuse_blocks(
+        self, tenant: str, need: int, *, room: int, room_if_idle_gave_way: int, own: int
+    ) -> PoolExhausted:
         """Makes the answer to a request that needs more blocks than its tenant's quota has.
 
         Args:
             tenant: Whose quota it is.
-            need: Blocks the request needs.
-            is_possible: Whether it would fit if the tenant held nothing else.
+            need: Blocks the request needs beside those on its path.
+            room: Blocks of the quota beside all that is held and the request's path.
+            room_if_idle_gave_way: The same if the tenant's idle contexts gave up theirs.
+            own: Blocks on the request's path.
         """
         limit = self.max_blocks(tenant)
         assert limit is not None
-        held = self._tree.root(tenant).held_below
-        free = max(0, limit - held[Hold.KV])
-        reclaimable = held[Hold.KV] - held[Hold.FIRM]
+        free, held = max(0, room), self._tree.root(tenant).held_below[Hold.KV]
+        reclaimable = max(0, room_if_idle_gave_way) - free
+        is_possible = own + need <= limit
         advice = "Release or unpin contexts" if is_possible else "Use a shorter context"
         return _refusal(
             f"{need} more blocks are needed; of the quota of {limit} blocks {free} are free and "
             f"{reclaimable} reclaimable. {advice}, then try again.",
             "blocks",
             limit=limit,
-            held=held[Hold.KV],
+            held=held,
             need=need,
             free=free,
             reclaimable=reclaimable,
@@ -142,7 +155,7 @@ class Quotas:
 
     def refuse_spent(self, tenant: str, need: int) -> PoolExhausted:
         """Makes the answer to a request for blocks of a tenant whose block-seconds are used up."""
-        quota, tenancy, now = self._config.of(tenant), self._tenancy(tenant), self._occupancy.now
+        quota, tenancy, now = self._of(tenant).quota, self._tenancy(tenant), self._occupancy.now
         assert quota.block_seconds is not None and tenancy.window is not None
         used = tenancy.window.total(now)
         wait = tenancy.window.wait_until_below(quota.block_seconds, now, tenancy.num_blocks)
@@ -164,19 +177,27 @@ class Quotas:
         )
 
     def _tenancy(self, tenant: str) -> Tenancy:
-        quota = self._config.of(tenant)
+        quota = self._of(tenant).quota
         tenancy = self._occupancy.tenancy(self._tree.root(tenant))
         if tenancy.window is None and quota.block_seconds is not None:
             tenancy.window = SlidingSum(quota.window)
         return tenancy
 
-    def _max_contexts(self, quota: QuotaConfig) -> int:
-        most = self._limits.max_contexts
-        return most if quota.contexts is None else min(most, quota.contexts)
+    def _of(self, tenant: str) -> _Limits:
+        """Finds a tenant's quota, and what the server grants at most."""
+        limits = self._known.get(tenant)
+        if limits is None:
+            quota, most = self._config.of(tenant), self._limits
+            limits = self._known[tenant] = _Limits(
+                quota,
+                _least(most.max_contexts, quota.contexts),
+                _least(most.max_depth, quota.depth),
+            )
+        return limits
 
-    def _max_depth(self, quota: QuotaConfig) -> int:
-        most = self._limits.max_depth
-        return most if quota.depth is None else min(most, quota.depth)
+
+def _least(granted: int, quota: int | None) -> int:
+    return granted if quota is None else min(granted, quota)
 
 
 def _refusal(

@@ -24,7 +24,7 @@ from agentkv.engine.outputs import (
     ModelFacts,
     Update,
 )
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, PoolExhausted
 from agentkv.server import checks
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -185,7 +185,12 @@ def finish(value: Finish) -> pb.Finish:
 
 def branch_error(error: AgentKVError) -> pb.BranchError:
     """Translates what ended one branch while others go on."""
-    return pb.BranchError(reason=error.reason or "", message=error.message, metadata=error.metadata)
+    return pb.BranchError(
+        reason=error.reason or "",
+        message=error.message,
+        metadata=error.metadata,
+        retry_after=error.retry_after if isinstance(error, PoolExhausted) else None,
+    )
 
 
 def generated(updates: Sequence[Update]) -> pb.GenerateResponse:

@@ -638,10 +638,13 @@ class BranchError(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The reason, as in `google.rpc.ErrorInfo.reason`."""
     message: _builtins.str
     """What happened and what to do next, for people."""
+    retry_after: _builtins.float
+    """Seconds after which trying again may succeed. Not set: waiting alone will not help."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Numbers that go with the reason, such as `need` and `free`."""
@@ -652,12 +655,15 @@ class BranchError(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after: _TypeAlias = _typing.Literal["retry_after"]  # noqa: Y015
+    _WhichOneofArgType__retry_after: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after) -> _WhichOneofReturnType__retry_after | None: ...
 
 Global___BranchError: _TypeAlias = BranchError  # noqa: Y015
 

@@ -131,6 +131,7 @@ class FakeService(pb_grpc.ContextServiceServicer):
                     finish.reason = pb.FINISH_REASON_ERROR
                     finish.error.reason = "KV_BLOCKS_EXHAUSTED"
                     finish.error.metadata["need"] = "3"
+                    finish.error.retry_after = 1.5
                 yield pb.GenerateBranchesResponse(finishes=[finish])
 
     def Score(self, request: pb.ScoreRequest, rpc: Any) -> pb.ScoreResponse:
