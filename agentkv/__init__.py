@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
         ContextInfo,
         ContinuationScore,
@@ -71,6 +72,7 @@ _HOMES = {
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
         "ContextInfo",
         "ContinuationScore",
@@ -109,6 +111,7 @@ __all__ = [
     "AsyncContextGroup",
     "AsyncContextHandle",
     "AsyncGenerateStream",
+    "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
@@ -135,6 +138,7 @@ __all__ = [
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
+    "QuotaInfo",
     "Reason",
     "Released",
     "Residency",
@@ -143,10 +147,13 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tier",
+    "TierUsage",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
+    "UsageInfo",
 ]
 
 

@@ -13,6 +13,7 @@ from agentkv.client.handle_state import HandleState
 from agentkv.client.leaving import not_hiding
 from agentkv.client.messages import NO_LABELS, Continuation, SamplingOptions
 from agentkv.client.streams import BranchStream, GenerateStream
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released
 
 
@@ -201,6 +202,10 @@ class ContextHandle(HandleBase):
             timeout: Seconds.
         """
         return self._driver.run(self._state.release(recursive, timeout))
+
+    def get_usage(self, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what this context has used since it was made: tokens, and memory over time."""
+        return self._driver.run(self._state.session.usage_of(self.id, None, timeout))
 
     def refresh(self, *, timeout: float | None = None) -> ContextInfo:
         """Asks how the context is, and takes over its length.

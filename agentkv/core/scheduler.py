@@ -43,6 +43,7 @@ class Scheduler:
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
         self._tree = store.tree
+        self._ledger = store.ledger
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
@@ -101,6 +102,7 @@ class Scheduler:
         for work in step.works:
             commit_writes(self._tree, work.request.context.tail, work.upto)
             work.request.computed_tokens += work.num_rows
+            self._count(work)
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
         events = []
@@ -133,6 +135,11 @@ class Scheduler:
             events.append(Event(work.request, finish=FinishReason.ERROR, error=error))
         return events
 
+    def _count(self, work: Work) -> None:
+        context = work.request.context
+        self._ledger.count_reuse(context, work.request.cached_tokens or 0)
+        self._ledger.count_rows(context, work.first, work.upto, len(work.copies))
+
     def _record_scores(self, work: Work, logprobs: list[float]) -> None:
         request = work.request
         if request.next_scored is not None:
@@ -154,6 +161,7 @@ class Scheduler:
         context.tail = self._tree.append(context.tail, (token,), context.hold)
         context.length += 1
         request.generated_tokens += 1
+        context.bill.generated_tokens += 1
         finish = None
         if token in request.end_token_ids:
             finish = FinishReason.STOP
