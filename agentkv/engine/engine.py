@@ -62,7 +62,7 @@ class Engine:
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
         self._num_forks = 0
 
@@ -402,7 +402,7 @@ class Engine:
     ) -> Generation:
         self._checks.generation(params, length=length)
         seed = self._factory.seed(params)
-        requests = [self._factory.generation(context, params, seed) for context in contexts]
+        requests = self._factory.generations(contexts, params, seed)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from agentkv.core.batch import Sample, Sampled, Stream
-from agentkv.model.sampler import Sampler, filtered_weights
+from agentkv.model.filters import filtered_weights
+from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
 VOCAB_SIZE = 211
@@ -272,7 +273,7 @@ def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype) -> None:
     expected = logits.double().log_softmax(dim=-1)
     for row, each in enumerate(found):
         if options[row].logprobs:
-            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-12)
+            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-5)
         else:
             assert each.logprob is None
 
