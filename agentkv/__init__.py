@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
@@ -64,6 +66,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -72,6 +75,7 @@ _HOMES = {
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
@@ -112,6 +116,7 @@ __all__ = [
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
@@ -143,6 +148,7 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",

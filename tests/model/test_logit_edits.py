@@ -70,11 +70,11 @@ def test_bias_and_bans_are_those_of_transformers() -> None:
     """Catches a bias on a neighbour of its token, and a ban that only lowers."""
     logits, banned = logits_of(1), [4, 200, 8]
     ids = torch.tensor([SEEN])
-    biases = SequenceBiasLogitsProcessor({(3,): 2.5, (210,): -7.0})
+    biases = SequenceBiasLogitsProcessor([[[3], 2.5], [[210], -7.0]])
     bans = NoBadWordsLogitsProcessor([[token] for token in banned], eos_token_id=None)
     expected = bans(ids, biases(ids, logits.clone()))
-    options = {"logit_bias": ((3, 2.5), (210, -7.0)), "banned_token_ids": tuple(banned)}
-    found = edited(logits, sample_of(**options))
+    pairs = ((3, 2.5), (210, -7.0))
+    found = edited(logits, sample_of(logit_bias=pairs, banned_token_ids=tuple(banned)))
     assert torch.equal(found, expected)
     suppressed = SuppressTokensLogitsProcessor(banned, device="cpu")
     assert torch.equal(suppressed(ids, biases(ids, logits.clone())), expected)
