@@ -16,6 +16,7 @@ from tiny_models import build_tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentkv.client.completion import TopLogprobs as ClientTopLogprobs
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.request import Request
 from agentkv.core.token_counter import TokenCounter
@@ -66,7 +67,7 @@ class PlainModel:
         self,
         before: Sequence[int],
         tokens: Sequence[int],
-        tops: Sequence[TopLogprobs],
+        tops: Sequence[TopLogprobs | ClientTopLogprobs],
     ) -> None:
         """Compares the most likely tokens in each token's place with the likeliest ones."""
         assert len(tokens) == len(tops)

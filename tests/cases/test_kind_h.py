@@ -5,6 +5,7 @@ Others of the kind are tests of the sampler, of seeds and of the detokenizer.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from agentkv.engine.outputs import Chunk
 from agentkv.sampling_params import SamplingParams
 
 PROMPTS = [[(11 * i + 5 * seed + i * i) % VOCAB_SIZE for i in range(14)] for seed in (1, 2)]
-PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.2, "frequency_penalty": 0.4}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.4,
+}
 
 
 @cache

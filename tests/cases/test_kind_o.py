@@ -107,7 +107,7 @@ def test_case_103_unknown_stop_or_bias_id(option: str) -> None:
         stream = engine.generate(TENANT, neighbour, drawn)
         operations = [stream]
         if token is not None:
-            value = ((token, 1.0),) if option == "logit_bias" else (token,)
+            value: Any = ((token, 1.0),) if option == "logit_bias" else (token,)
             params = SamplingParams(max_tokens=8, **{option: value})
             if token >= width:
                 for begin in (engine.generate, partial(engine.generate_branches, count=2)):

@@ -139,7 +139,7 @@ def test_score_totals_and_means(client: Client) -> None:
 def test_the_likeliest_continuation_is_chosen(client: Client) -> None:
     """Catches a choice by the wrong measure, or of an index into another list."""
     root = client.create("abc")
-    continuations = [[1, 2, 3], "x", [4, 5]]  # half a nat for each token
+    continuations: list[str | list[int]] = [[1, 2, 3], "x", [4, 5]]  # half a nat for each token
     by_total = root.choose(continuations, by_mean=False)
     assert (by_total.index, by_total.score.total) == (1, -0.5)
     by_mean = root.choose(continuations)

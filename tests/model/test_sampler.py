@@ -310,12 +310,13 @@ def by_transformers(chosen: SamplingParams, logits: Tensor) -> Tensor:
         others = sorted(set(range(logits.shape[1])).difference(chosen.allowed_token_ids))
         steps.append(SuppressTokensLogitsProcessor(others, device="cpu"))
     steps.append(TemperatureLogitsWarper(chosen.temperature))
-    for value, warper in (
+    warpers: list[tuple[float | None, Any]] = [
         (chosen.top_k, TopKLogitsWarper),
         (chosen.top_p, TopPLogitsWarper),
         (chosen.min_p, MinPLogitsWarper),
         (chosen.typical_p, TypicalLogitsWarper),
-    ):
+    ]
+    for value, warper in warpers:
         if value is not None:
             steps.append(warper(value))
     ids, scores = torch.tensor([SEEN]), logits.clone()
