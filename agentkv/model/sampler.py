@@ -52,7 +52,9 @@ class Sampler:
         drawn = [row for row, sample in enumerate(samples) if not sample.params.is_greedy]
         if drawn:
             index = upload(drawn, torch.int64, scores.device)
-            tokens[index] = _draw(scores[index], failed[index], [samples[row] for row in drawn])
+            is_own = scores is not raw and len(drawn) == len(samples)  # then nobody reads it later
+            picked = scores if is_own else scores[index]
+            tokens[index] = _draw(picked, failed[index], [samples[row] for row in drawn])
         return _answers(tokens.masked_fill(failed, _FAILED), _reports(raw, tokens, samples))
 
     def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
@@ -82,7 +84,10 @@ def _greatest(scores: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, failed: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Draws a token for each row; what is chosen for a row that failed does not matter."""
+    """Draws a token for each row; what is chosen for a row that failed does not matter.
+
+    Overwrites the scores of rows that failed.
+    """
     scores.masked_fill_(failed[:, None], -torch.inf)
     scores[:, 0].masked_fill_(failed, 0.0)
     draws = uniforms([Draw(sample.stream, sample.position) for sample in samples])
