@@ -65,7 +65,7 @@ class Engine:
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
@@ -80,8 +80,11 @@ class Engine:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
+
+        With `logprobs`, the answer has the log-probability of every token but the first.
 
         Raises:
             InvalidRequest: No token, a token id beyond the vocabulary, or too many tokens.
@@ -89,7 +92,7 @@ class Engine:
                 requests wait.
         """
         self._tick()
-        body = (tuple(token_ids), pinned, tuple((labels or {}).items()))
+        body = (tuple(token_ids), pinned, tuple((labels or {}).items()), logprobs)
         known = self._replies.find(tenant, "Create", request_id, body, self._clock())
         if isinstance(known, Commit) and not known.has_failed:
             return known
@@ -99,7 +102,7 @@ class Engine:
         )
         operation = Commit(
             context,
-            [self._factory.completion(context)],
+            [self._factory.completion(context, with_logprobs=logprobs)],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -256,7 +259,8 @@ class Engine:
         self._tick()
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
-            self._checks.generation(params, length=parent.length if at is None else at)
+            length = parent.length if at is None else at
+            self._checks.generation(params, self._factory.ends(params), length=length)
         children = self._fork(parent, count, at, labels or {})
         try:
             return self._generate(children, params, children[0].length, is_single=False)
@@ -429,9 +433,9 @@ class Engine:
     def _generate(
         self, contexts: Sequence[Context], params: SamplingParams, length: int, *, is_single: bool
     ) -> Generation:
-        self._checks.generation(params, length=length)
+        self._checks.generation(params, self._factory.ends(params), length=length)
         seed = self._factory.seed(params)
-        requests = [self._factory.generation(context, params, seed) for context in contexts]
+        requests = self._factory.generations(contexts, params, seed)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
