@@ -16,7 +16,9 @@ PUBLIC = {
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
-    *("AgentKVError", "Reason"),
+    *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
+    *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),
+    *("ChangeKind", "AgentKVError", "Reason"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }
 

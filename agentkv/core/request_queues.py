@@ -40,7 +40,10 @@ class RequestQueues:
         self.running.remove(request)
         bisect.insort(self.waiting, request, key=lambda other: other.id)
         request.status, request.num_promised = RequestStatus.WAITING, 0
-        self._hold(request, Hold.TOKENS)
+        if request.context.is_pinned:
+            self._hold(request, Hold.PINNED)
+        else:
+            self._store.give_way(request.context)
         self.num_preemptions += 1
 
     def finish(self, request: Request) -> None:
@@ -51,8 +54,7 @@ class RequestQueues:
         request.status, context.request = RequestStatus.DONE, None
         if context.tail.end > context.length:
             self._store.truncate(context, context.length)
-        self._store.set_hold(context, context.idle_hold)
-        self._store.touch(context)
+        self._store.settle(context)
 
     def _hold(self, request: Request, hold: Hold) -> None:
         context = request.context

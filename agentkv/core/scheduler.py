@@ -42,6 +42,7 @@ class Scheduler:
 
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
+        self._store = store
         self._tree = store.tree
         self._config = config
         self._max_length = max_length
@@ -110,7 +111,8 @@ class Scheduler:
                 token, logprob, failed = next(samples)
                 events.append(self._commit_token(work.request, token, logprob, failed))
             elif work.request.params is None and work.upto == work.request.target:
-                work.request.context.length = work.request.context.tail.end
+                context = work.request.context
+                self._store.set_length(context, context.tail.end)
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -152,7 +154,7 @@ class Scheduler:
             )
             return Event(request, finish=FinishReason.ERROR, error=error)
         context.tail = self._tree.append(context.tail, (token,), context.hold)
-        context.length += 1
+        self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
         finish = None
         if token in request.end_token_ids:
