@@ -83,6 +83,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Plans a step; None when there is nothing to do or to say."""
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
