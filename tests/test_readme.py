@@ -93,15 +93,16 @@ def test_what_a_document_names_exists(document: str) -> None:
 @pytest.mark.slow
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an example that no longer fits the SDK, against a real server on a tiny model."""
-    (code,) = blocks("python")
-    assert '"127.0.0.1:50051"' in code
+    example, *others = blocks("python")
 
     async def scenario() -> None:
         engine = build_engine_for(load_tiny(), EngineConfig(num_blocks=64))
         async with Server(AsyncEngine(engine), ServerConfig(port=0)) as server:
-            local = code.replace("127.0.0.1:50051", server.address)
-            await asyncio.to_thread(exec, compile(local, "README.md", "exec"), {})
-        assert engine.pool_view().live == 0, "the example left contexts behind"
+            for code in (*others, example):
+                assert '"127.0.0.1:50051"' in code
+                local = code.replace("127.0.0.1:50051", server.address)
+                await asyncio.to_thread(exec, compile(local, "README.md", "exec"), {})
+        assert engine.pool_view().live == 0, "an example left contexts behind"
 
     asyncio.run(scenario())
     said = capsys.readouterr().out.splitlines()
@@ -111,5 +112,5 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_example_is_short() -> None:
     """Catches an example that grows until nobody reads it."""
-    (code,) = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    for code in blocks("python"):
+        assert len([line for line in code.splitlines() if line.strip()]) <= 20
