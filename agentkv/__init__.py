@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
         ContextInfo,
         ContinuationScore,
@@ -83,6 +84,7 @@ _HOMES = {
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
         "ContextInfo",
         "ContinuationScore",
@@ -134,6 +136,7 @@ __all__ = [
     "AsyncContextHandle",
     "AsyncGenerateStream",
     "AsyncWatchStream",
+    "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
@@ -168,6 +171,7 @@ __all__ = [
     "PoolInfo",
     "PressureChange",
     "PressureLevel",
+    "QuotaInfo",
     "Reason",
     "Released",
     "Residency",
@@ -176,10 +180,13 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tier",
+    "TierUsage",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
+    "UsageInfo",
     "WatchSnapshot",
     "WatchStream",
 ]

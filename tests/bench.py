@@ -18,7 +18,7 @@ from fakes import (
     make_tokenizer,
 )
 
-from agentkv.config import LeaseConfig, LimitsConfig, SchedulerConfig
+from agentkv.config import LeaseConfig, LimitsConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.core.segment import Segment
 from agentkv.core.views import ContextView, PoolView, Usage
@@ -56,9 +56,12 @@ class Bench:
         max_length: int = 4096,
         limits: LimitsConfig | None = None,
         leases: LeaseConfig | None = None,
+        quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
     ) -> None:
+        self.now = 1000.0
+        """Seconds, as the engine's timer shows them; a test moves them on."""
         self.block_size = block_size
         self.now = 1000.0
         """Seconds since the epoch, for the engine."""
@@ -78,8 +81,10 @@ class Bench:
             limits=limits,
             leases=leases,
             clock=lambda: self.now,
+            quotas=quotas,
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
+            timer=lambda: self.now,
         )
         self.tree = self.engine._tree
         self.pool = self.tree.pool

@@ -21,6 +21,7 @@ from agentkv.config import (
     LimitsConfig,
     PoolConfig,
     PressureConfig,
+    QuotasConfig,
     SchedulerConfig,
 )
 from agentkv.core.batch import (
@@ -272,10 +273,12 @@ def make_engine(
     limits: LimitsConfig | None = None,
     leases: LeaseConfig | None = None,
     pressure: PressureConfig | None = None,
+    quotas: QuotasConfig | None = None,
     end_token_ids: Sequence[int] = (),
     pieces: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
+    timer: Callable[[], float] = lambda: 1000.0,
 ) -> Engine:
     """Puts an engine on a fake model: ids are c0, c1, ..., seeds 1, 2, ..., and time stands still.
 
@@ -288,10 +291,12 @@ def make_engine(
         limits: Tenant limits; the defaults if None.
         leases: What leases may be; by default, all blocks may be pinned.
         pressure: When the pool counts as full.
+        quotas: Tenant quotas; none if None.
         end_token_ids: The model's ends of sequence.
         pieces: Texts of the first token ids.
         tokenizer: One made earlier, to save time; else one is made from `pieces`.
         clock: Seconds since the epoch.
+        timer: Seconds that only grow, for the bills.
     """
     numbers, seeds = itertools.count(), itertools.count(1)
     runner = runner or FakeModelRunner(num_blocks, block_size)
@@ -314,10 +319,12 @@ def make_engine(
         limits=limits or LimitsConfig(),
         leases=leases or LeaseConfig(pin_quota=1.0),
         pressure=pressure or PressureConfig(),
+        quotas=quotas,
         end_token_ids=frozenset(end_token_ids),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),
         clock=clock,
+        timer=timer,
     )
     runner.pool = engine._tree.pool
     return engine

@@ -19,6 +19,7 @@ PUBLIC = {
     *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
     *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),
     *("ChangeKind", "AgentKVError", "Reason"),
+    *("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }
 

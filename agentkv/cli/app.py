@@ -12,6 +12,7 @@ from agentkv.cli.info import info
 from agentkv.cli.models import models
 from agentkv.cli.serve import serve
 from agentkv.cli.tree import tree
+from agentkv.cli.usage import usage
 from agentkv.cli.watch import watch
 from agentkv.errors import AgentKVError
 
@@ -52,6 +53,7 @@ app.command()(tree)
 app.command()(watch)
 app.command()(info)
 app.command()(models)
+app.command()(usage)
 
 
 def _show_version(is_wanted: bool) -> None:

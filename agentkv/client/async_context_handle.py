@@ -22,6 +22,7 @@ from agentkv.client.messages import (
     Lease,
     SamplingOptions,
 )
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
@@ -245,6 +246,10 @@ class AsyncContextHandle(HandleBase):
             timeout: Seconds.
         """
         return await self._driver.run(self._state.release(recursive, timeout))
+
+    async def get_usage(self, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what this context has used since it was made: tokens, and memory over time."""
+        return await self._driver.run(self._state.session.usage_of(self.id, None, timeout))
 
     async def refresh(self, *, timeout: float | None = None) -> ContextInfo:
         """Asks how the context is, and takes over its length.

@@ -14,6 +14,7 @@ from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
 from agentkv.client.transport import Transport
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
 from agentkv.client.watch_state import WatchState
 from agentkv.client.watch_stream import WatchStream
@@ -139,6 +140,18 @@ class Client:
             yield from contexts
             if not token:
                 return
+
+    def get_usage(self, root_id: str | None = None, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what all contexts of the caller have used, released ones too, and its quotas.
+
+        Args:
+            root_id: Tells it of this created context and what descends from it alone.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is no such tree, or it ended long ago.
+        """
+        return self._driver.run(self._session.usage_of(None, root_id, timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""

@@ -175,6 +175,16 @@ def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb
         return pb.ListRequest(root_id=root_id, page_size=page_size, page_token=page_token)
 
 
+def get_usage(context_id: str | None, root_id: str | None) -> pb.GetUsageRequest:
+    """Builds a GetUsage request for one context, one tree, or neither: the whole tenant."""
+    with _refusing_bad_values():
+        if context_id is not None:
+            return pb.GetUsageRequest(context_id=context_id)
+        if root_id is not None:
+            return pb.GetUsageRequest(root_id=root_id)
+        return pb.GetUsageRequest()
+
+
 def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given: dict[str, Any] = dict(options)
     stop = options.get("stop", ())

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from agentkv import status
 from agentkv.client.completion import Chunk, FinishReason
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
@@ -23,7 +24,7 @@ from agentkv.client.values import (
     Usage,
 )
 from agentkv.client.watch_events import ChangeKind, ContextChange
-from agentkv.errors import AgentKVError, InternalError, Reason
+from agentkv.errors import AgentKVError, InternalError, PoolExhausted, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ CHANGE_KINDS: Final = MappingProxyType(
         pb.CHANGE_KIND_PARKED: ChangeKind.PARKED,
         pb.CHANGE_KIND_RESTORED: ChangeKind.RESTORED,
     }
+)
+TIERS: Final = MappingProxyType(
+    {pb.TIER_DEVICE: Tier.DEVICE, pb.TIER_HOST: Tier.HOST, pb.TIER_DISK: Tier.DISK}
 )
 FINISH_REASONS: Final = MappingProxyType(
     {
@@ -175,7 +179,10 @@ def branch_error(message: pb.BranchError) -> AgentKVError:
     if message.reason not in Reason.__members__:  # a newer server's
         return InternalError(message.message, metadata={**metadata, "reason": message.reason})
     reason = Reason(message.reason)
-    return status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    error = status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    if isinstance(error, PoolExhausted) and message.HasField("retry_after"):
+        error.retry_after = message.retry_after
+    return error
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
@@ -188,6 +195,40 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),
         counters=_copied(CountersInfo, message.counters),
+    )
+
+
+def quotas(message: pb.Quotas) -> QuotaInfo:
+    """Reads a tenant's quotas."""
+    has_seconds = message.HasField("max_block_seconds")
+    return QuotaInfo(
+        blocks=message.blocks,
+        max_blocks=message.max_blocks if message.HasField("max_blocks") else None,
+        block_seconds=message.block_seconds,
+        max_block_seconds=message.max_block_seconds if has_seconds else None,
+        window=message.window,
+        contexts=message.contexts,
+        max_contexts=message.max_contexts,
+        max_depth=message.max_depth,
+        max_fan_out=message.max_fan_out if message.HasField("max_fan_out") else None,
+    )
+
+
+def usage_info(message: pb.GetUsageResponse) -> UsageInfo:
+    """Reads what was used."""
+    return UsageInfo(
+        bill=_copied(Bill, message.bill),
+        num_contexts=message.num_contexts,
+        quotas=quotas(message.quotas),
+        tiers=tuple(
+            TierUsage(
+                TIERS.get(item.tier, Tier.UNKNOWN),
+                item.taken_block_seconds,
+                item.held_block_seconds,
+                item.unheld_block_seconds,
+            )
+            for item in message.tiers
+        ),
     )
 
 

@@ -9,7 +9,7 @@ comes back at the clock: it has saved up nothing, and owes what it had too much.
 """
 
 import bisect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from agentkv.core.request import Request
 
@@ -118,15 +118,21 @@ class FairOrder:
         self._tenants.charge(tenant, num_tokens)
         self._trees[tenant].charge(request.context.root_id, num_tokens)
 
-    def next(self, passed_over: Callable[[str], bool] = lambda tenant: False) -> Request | None:
+    def next(
+        self,
+        passed_over: Callable[[str], bool] = lambda tenant: False,
+        left_out: Collection[str] = (),
+    ) -> Request | None:
         """Finds who of those that wait is served next.
 
         Args:
             passed_over: Whether a tenant has to wait until no other does.
+            left_out: Tenants that are not served at all.
         """
-        if not self._waiting:
+        tenants = [tenant for tenant in self._waiting if tenant not in left_out]
+        if not tenants:
             return None
-        tenant = min(self._waiting, key=lambda name: (passed_over(name), self._tenants.tag(name)))
+        tenant = min(tenants, key=lambda name: (passed_over(name), self._tenants.tag(name)))
         trees, tags = self._waiting[tenant], self._trees[tenant]
         return min(trees.items(), key=lambda tree: (tags.tag(tree[0]), tree[1][0].id))[1][0]
 

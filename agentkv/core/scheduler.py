@@ -44,6 +44,7 @@ class Scheduler:
         self.queues = RequestQueues(store)
         self._store = store
         self._tree = store.tree
+        self._ledger = store.ledger
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
@@ -103,6 +104,7 @@ class Scheduler:
         for work in step.works:
             commit_writes(self._tree, work.request.context.tail, work.upto)
             work.request.computed_tokens += work.num_rows
+            self._count(work)
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
         events = []
@@ -136,6 +138,11 @@ class Scheduler:
             events.append(Event(work.request, finish=FinishReason.ERROR, error=error))
         return events
 
+    def _count(self, work: Work) -> None:
+        context = work.request.context
+        self._ledger.count_reuse(context, work.request.cached_tokens or 0)
+        self._ledger.count_rows(context, work.first, work.upto, len(work.copies))
+
     def _record_scores(self, work: Work, logprobs: list[float]) -> None:
         request = work.request
         if request.next_scored is not None:
@@ -157,6 +164,7 @@ class Scheduler:
         context.tail = self._tree.append(context.tail, (token,), context.hold)
         self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
+        context.bill.generated_tokens += 1
         finish = None
         if token in request.end_token_ids:
             finish = FinishReason.STOP

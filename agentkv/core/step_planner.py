@@ -56,10 +56,8 @@ class StepPlanner:
         request = queues.fair.next(lambda tenant: tenant in queues.num_running_of)
         if request is None or request.context.tenant in queues.num_running_of:
             return
-        try:
-            self._admission.require_possible(request)
-        except PoolExhausted:
-            return  # admission refuses it in its turn
+        if not self._is_possible(request) or self._admission.waits_for_quota(request):
+            return
         while not (self._has_place() and self._admission.may_start(request)):
             victim = self._youngest_of_most()
             if victim is None:
@@ -82,9 +80,15 @@ class StepPlanner:
         wait, nobody gets more than its share of the places.
         """
         fair = self._queues.fair
+        short_of_quota: set[str] = set()  # what they wait for is their own: nobody waits with them
         while self._has_place() and self._chunk_budget > 0:
-            request = fair.next(self._has_its_share)
-            if request is None or not self._admit(request):
+            request = fair.next(self._has_its_share, short_of_quota)
+            if request is None:
+                return
+            if self._is_possible(request) and self._admission.waits_for_quota(request):
+                short_of_quota.add(request.context.tenant)
+                continue
+            if not self._admit(request):
                 return
             for sibling in fair.siblings(request):
                 is_in_share = not self._has_its_share(request.context.tenant)
@@ -103,7 +107,7 @@ class StepPlanner:
         except PoolExhausted as error:
             self._refuse(request, error)
             return True
-        if not self._admission.may_start(request):
+        if self._admission.waits_for_quota(request) or not self._admission.may_start(request):
             return False
         self._queues.start(request)
         num_works = len(self.works)
@@ -135,6 +139,13 @@ class StepPlanner:
             budget -= num_rows
         self._chunk_budget += budget
         return allotted
+
+    def _is_possible(self, request: Request) -> bool:
+        try:
+            self._admission.require_possible(request)
+        except PoolExhausted:
+            return False  # admission refuses it in its turn
+        return True
 
     def _has_place(self) -> bool:
         return len(self._queues.running) < self._max_running
@@ -183,33 +194,39 @@ class StepPlanner:
         """Plans the writes of a request and makes room for them; None when it has to wait."""
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
-            if writes.num_blocks <= self._tree.pool.num_free:
+            has_free = writes.num_blocks <= self._tree.pool.num_free
+            if has_free and self._admission.is_within_quota(request, writes.num_blocks):
                 return writes
-            if self._admission.make_room(writes.num_blocks):
+            if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
                 return None
-            victim = self._youngest_after(request) or request
+            victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
                 return None
 
-    def _youngest_after(self, request: Request) -> Request | None:
+    def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
         """Finds who of the younger running requests gives way to this one in this step.
 
-        The youngest, of the tenant that has most running.
+        The youngest, of the tenant that has most running; where only a quota is short, one of the
+        same tenant.
         """
+        tenant = request.context.tenant
         placed = {work.request for work in self.works}
         queues = self._queues
         younger = [
             other
             for other in queues.running
-            if other.id > request.id and other not in placed and not other.context.is_pinned
+            if other.id > request.id
+            and other not in placed
+            and not other.context.is_pinned
+            and (of_any or other.context.tenant == tenant)
         ]
         return max(
             younger,

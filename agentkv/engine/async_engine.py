@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
 from agentkv.engine.engine import Engine
@@ -259,6 +260,14 @@ class AsyncEngine:
             lambda: self._engine.list(
                 tenant, root_id=root_id, page_size=page_size, page_token=page_token
             )
+        )
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what was used; see `Engine.usage`."""
+        return await self._thread.call(
+            lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
         )
 
     async def view(self) -> EngineView:

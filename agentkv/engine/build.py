@@ -59,6 +59,7 @@ def build_engine_for(
         limits=config.limits,
         leases=config.leases,
         pressure=config.pressure,
+        quotas=config.quotas,
         end_token_ids=frozenset(loaded.eos_token_ids),
         new_id=_new_handles(),
         new_seed=fresh_seed,

@@ -13,6 +13,7 @@ from agentkv.config import (
     LimitsConfig,
     PoolConfig,
     PressureConfig,
+    QuotasConfig,
     SchedulerConfig,
 )
 from agentkv.core.block_pool import BlockPool
@@ -25,6 +26,7 @@ from agentkv.core.pressure import PressureGauge
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
 from agentkv.core.watch import Watcher
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
@@ -60,26 +62,29 @@ class Engine:
         limits: LimitsConfig,
         leases: LeaseConfig,
         pressure: PressureConfig,
+        quotas: QuotasConfig | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
         self.lease_limits = leases
         self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
-        self._store = ContextStore(self._tree, limits, new_id)
+        self._store = ContextStore(self._tree, limits, new_id, quotas)
         self._leases = LeaseKeeper(self._store, self._store.hub, leases)
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
-        self._loop = StepLoop(self._scheduler, runner, self._store)
+        self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
         self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
         self._clock = clock
+        self._timer = timer
         self._num_forks = 0
 
     # -- identity ----------------------------------------------------------------------------
@@ -101,6 +106,7 @@ class Engine:
             PoolExhausted: The pool cannot hold it, the tenant has too many contexts or pins, or
                 too many requests wait.
         """
+        self._tick()
         now = self._clock()
         body = (tuple(token_ids), lease, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Create", request_id, body, now)
@@ -139,6 +145,7 @@ class Engine:
         context = operation.context
         if not operation.is_create or not operation.is_done or context.is_released:
             return
+        self._tick()
         if self._replies.holds(operation):
             self._leases.disown(context)
         elif context.request is None:
@@ -165,6 +172,7 @@ class Engine:
             InvalidRequest: `count` or `at` is out of range.
             PoolExhausted: A limit on contexts, depth or pins; never blocks.
         """
+        self._tick()
         body = (context_id, count, at, lease, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Fork", request_id, body, self._clock())
         if isinstance(known, tuple):
@@ -193,6 +201,7 @@ class Engine:
         Raises:
             NotFound: A handle is unknown and `allow_missing` is false.
         """
+        self._tick()
         doomed: dict[Context, None] = {}
         for context_id in context_ids:
             try:
@@ -231,6 +240,7 @@ class Engine:
             InvalidRequest: A token id beyond the vocabulary, or over the model's longest context.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.tokens(token_ids, length=context.length)
         self._leases.resume(context, self._clock())
@@ -265,6 +275,7 @@ class Engine:
                 beyond the vocabulary.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.generation(params, length=context.length)
         self._leases.resume(context, self._clock())
@@ -287,6 +298,7 @@ class Engine:
         Raises:
             As `fork` and `generate`.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
             self._checks.generation(params, length=parent.length if at is None else at)
@@ -311,6 +323,7 @@ class Engine:
                 vocabulary, too long, or an empty context.
             PoolExhausted: The pool cannot hold one of them, or too many requests wait.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         self._checks.continuations(continuations, length=parent.length)
         self._leases.resume(parent, self._clock())
@@ -337,6 +350,7 @@ class Engine:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
             InvalidRequest: The context is shorter than that.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._store.truncate(context, length)
         self._leases.touch(context, self._clock())
@@ -356,6 +370,7 @@ class Engine:
             InvalidRequest: The time is one that no lease can have.
             PoolExhausted: The pins would exceed the tenant's quota.
         """
+        self._tick()
         context = self._store.get(tenant, context_id)
         contexts = self._store.descendants(context) if recursive else [context]
         self._leases.update(contexts, terms, self._clock())
@@ -437,6 +452,17 @@ class Engine:
                 self._store.hub.tell_pressure(pool)
         return [watcher for watcher in watchers if watcher.has_more]
 
+    def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used until now.
+
+        Raises:
+            NotFound: No such context or tree.
+        """
+        self._tick()
+        return self._store.usage(tenant, context_id=context_id, root_id=root_id)
+
     def view(self) -> EngineView:
         """Describes the engine."""
         counts, queues = self._scheduler.statistics(), self._scheduler.queues
@@ -471,6 +497,7 @@ class Engine:
 
     def advance(self) -> None:
         """Does what time alone brings: leases expire, and contexts nobody uses are released."""
+        self._tick()
         for context in self._leases.advance(self._clock()):
             self._store.release(context)
 
@@ -490,10 +517,12 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """Ends what still runs of an operation; contexts stay at their last committed token."""
+        self._tick()
         self._loop.cancel(operation)
 
     def flush_cache(self) -> None:
         """Frees the KV of everything no context holds."""
+        self._tick()
         self._tree.flush()
 
     def check(self) -> None:
@@ -501,6 +530,10 @@ class Engine:
         self._store.check()
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Tells the ledger the time, before anything changes."""
+        self._store.ledger.advance(self._timer())
 
     def _fork(
         self,

@@ -10,6 +10,7 @@ from typing import Protocol, Self, TypeVar
 from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import LeaseTerms
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
 from agentkv.engine.outputs import (
@@ -225,6 +226,12 @@ class ServedEngine(Protocol):
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
     ) -> ContextPage:
         """Lists a tenant's contexts."""
+        ...
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used."""
         ...
 
     async def view(self) -> EngineView:

@@ -233,6 +233,19 @@ class ContextService(pb_grpc.ContextServiceServicer):
         stream = self._engine.watch(tenant_of(rpc))
         await relay(stream, rpc, convert.watched, stall_timeout=self._config.stall_timeout)
 
+    async def GetUsage(self, request: pb.GetUsageRequest, rpc: Rpc) -> pb.GetUsageResponse:
+        """Tells what one context, one tree or the whole tenant has used."""
+        checks = self._checks(request)
+        context_id = root_id = None
+        match request.WhichOneof("scope"):
+            case "context_id":
+                context_id = checks.context_id(request.context_id)
+            case "root_id":
+                root_id = checks.context_id(request.root_id, "root_id")
+        checks.finish()
+        view = await self._engine.usage(tenant_of(rpc), context_id=context_id, root_id=root_id)
+        return convert.usage_view(view)
+
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, rpc: Rpc
     ) -> pb.GetServerInfoResponse:

@@ -6,7 +6,7 @@ The contract between an AgentKV server and its clients.
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
 Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
-List, Watch, GetServerInfo) move none.
+List, Watch, GetUsage, GetServerInfo) move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -234,6 +234,34 @@ CHANGE_KIND_PARKED: ChangeKind.ValueType  # 9
 CHANGE_KIND_RESTORED: ChangeKind.ValueType  # 10
 """All of its KV is on the device again."""
 Global___ChangeKind: _TypeAlias = ChangeKind  # noqa: Y015
+
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Not known to this client."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The device the model runs on."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """The host's memory."""
+    TIER_DISK: _Tier.ValueType  # 3
+    """Files."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where blocks are."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Not known to this client."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The device the model runs on."""
+TIER_HOST: Tier.ValueType  # 2
+"""The host's memory."""
+TIER_DISK: Tier.ValueType  # 3
+"""Files."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class Context(_message.Message):
@@ -850,10 +878,13 @@ class BranchError(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The reason, as in `google.rpc.ErrorInfo.reason`."""
     message: _builtins.str
     """What happened and what to do next, for people."""
+    retry_after: _builtins.float
+    """Seconds after which trying again may succeed. Not set: waiting alone will not help."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Numbers that go with the reason, such as `need` and `free`."""
@@ -864,12 +895,15 @@ class BranchError(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after: _TypeAlias = _typing.Literal["retry_after"]  # noqa: Y015
+    _WhichOneofArgType__retry_after: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after) -> _WhichOneofReturnType__retry_after | None: ...
 
 Global___BranchError: _TypeAlias = BranchError  # noqa: Y015
 
@@ -1240,6 +1274,164 @@ class ContextChange(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
 
 Global___ContextChange: _TypeAlias = ContextChange  # noqa: Y015
+
+@_typing.final
+class Bill(_message.Message):
+    """What was used. A block-second is one block for one second; a block that n contexts hold costs
+    each of them 1/n of it. What no context holds is charged to nobody.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    SAVED_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    """Tokens the model ran."""
+    reused_tokens: _builtins.int
+    """Tokens whose KV a context found at its first use, from prefix cache or by being forked."""
+    generated_tokens: _builtins.int
+    """Tokens sampled and committed."""
+    recomputed_tokens: _builtins.int
+    """Part of `computed_tokens` whose KV had been there before: it gave way, or its logits did."""
+    block_copies: _builtins.int
+    """Blocks copied on write."""
+    device_block_seconds: _builtins.float
+    """Block-seconds on the device."""
+    host_block_seconds: _builtins.float
+    """Block-seconds in host memory."""
+    disk_block_seconds: _builtins.float
+    """Block-seconds on disk."""
+    saved_block_seconds: _builtins.float
+    """Block-seconds that sharing saved: what each context would have used alone, less what all used."""
+    def __init__(
+        self,
+        *,
+        computed_tokens: _builtins.int = ...,
+        reused_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        block_copies: _builtins.int = ...,
+        device_block_seconds: _builtins.float = ...,
+        host_block_seconds: _builtins.float = ...,
+        disk_block_seconds: _builtins.float = ...,
+        saved_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "computed_tokens", b"computed_tokens", "device_block_seconds", b"device_block_seconds", "disk_block_seconds", b"disk_block_seconds", "generated_tokens", b"generated_tokens", "host_block_seconds", b"host_block_seconds", "recomputed_tokens", b"recomputed_tokens", "reused_tokens", b"reused_tokens", "saved_block_seconds", b"saved_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bill: _TypeAlias = Bill  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    """Block-seconds of one tier since the server started; taken = held + unheld."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    TAKEN_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    UNHELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """The tier."""
+    taken_block_seconds: _builtins.float
+    """Of all blocks that were not free."""
+    held_block_seconds: _builtins.float
+    """Charged to contexts."""
+    unheld_block_seconds: _builtins.float
+    """Charged to nobody: prefix cache, and KV of contexts that gave way."""
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        taken_block_seconds: _builtins.float = ...,
+        held_block_seconds: _builtins.float = ...,
+        unheld_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_block_seconds", b"held_block_seconds", "taken_block_seconds", b"taken_block_seconds", "tier", b"tier", "unheld_block_seconds", b"unheld_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
+
+@_typing.final
+class Quotas(_message.Message):
+    """A tenant's quotas and where it stands. A call that would exceed one is refused with TENANT_QUOTA:
+    metadata names the `quota`, its `limit`, what is `held`, the `need`, and what is `free` and
+    `reclaimable`. RetryInfo is set when waiting helps.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_FAN_OUT_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Device blocks held now, pinned ones too; a shared block counts once."""
+    max_blocks: _builtins.int
+    """Most of them. Not set: no limit."""
+    block_seconds: _builtins.float
+    """Device block-seconds used in the window; counted only where there is a limit."""
+    max_block_seconds: _builtins.float
+    """Most of them: beyond it no block is taken until the window frees enough. Not set: no limit."""
+    window: _builtins.float
+    """Seconds over which block-seconds count; the window slides."""
+    contexts: _builtins.int
+    """Contexts held now."""
+    max_contexts: _builtins.int
+    """Most of them."""
+    max_depth: _builtins.int
+    """Most forks between a context and its root."""
+    max_fan_out: _builtins.int
+    """Most living children of one context. Not set: no limit."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        max_blocks: _builtins.int | None = ...,
+        block_seconds: _builtins.float = ...,
+        max_block_seconds: _builtins.float | None = ...,
+        window: _builtins.float = ...,
+        contexts: _builtins.int = ...,
+        max_contexts: _builtins.int = ...,
+        max_depth: _builtins.int = ...,
+        max_fan_out: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_fan_out", b"max_fan_out"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "block_seconds", b"block_seconds", "blocks", b"blocks", "contexts", b"contexts", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_contexts", b"max_contexts", "max_depth", b"max_depth", "max_fan_out", b"max_fan_out", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_block_seconds: _TypeAlias = _typing.Literal["max_block_seconds"]  # noqa: Y015
+    _WhichOneofArgType__max_block_seconds: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__max_blocks: _TypeAlias = _typing.Literal["max_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_blocks: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__max_fan_out: _TypeAlias = _typing.Literal["max_fan_out"]  # noqa: Y015
+    _WhichOneofArgType__max_fan_out: _TypeAlias = _typing.Literal["_max_fan_out", b"_max_fan_out"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_block_seconds) -> _WhichOneofReturnType__max_block_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_blocks) -> _WhichOneofReturnType__max_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_fan_out) -> _WhichOneofReturnType__max_fan_out | None: ...
+
+Global___Quotas: _TypeAlias = Quotas  # noqa: Y015
 
 @_typing.final
 class CreateRequest(_message.Message):
@@ -2158,6 +2350,74 @@ class WatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class GetUsageRequest(_message.Message):
+    """Asks what was used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_ID_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of one living context."""
+    root_id: _builtins.str
+    """Handle of a root, which may be released by now: it and everything that descends from it."""
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        root_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_scope: _TypeAlias = _typing.Literal["context_id", "root_id"]  # noqa: Y015
+    _WhichOneofArgType_scope: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_scope) -> _WhichOneofReturnType_scope | None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    """Answers GetUsage, as of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BILL_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    num_contexts: _builtins.int
+    """Living contexts it covers."""
+    @_builtins.property
+    def bill(self) -> Global___Bill:
+        """What was used."""
+
+    @_builtins.property
+    def quotas(self) -> Global___Quotas:
+        """The caller's quotas, and where it stands, whatever the scope."""
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """Block-seconds of all tenants together, of each tier the server has."""
+
+    def __init__(
+        self,
+        *,
+        bill: Global___Bill | None = ...,
+        num_contexts: _builtins.int = ...,
+        quotas: Global___Quotas | None = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "quotas", b"quotas"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "num_contexts", b"num_contexts", "quotas", b"quotas", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

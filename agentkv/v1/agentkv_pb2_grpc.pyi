@@ -6,7 +6,7 @@ The contract between an AgentKV server and its clients.
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
 Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
-List, Watch, GetServerInfo) move none.
+List, Watch, GetUsage, GetServerInfo) move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -121,6 +121,11 @@ class ContextServiceStub:
     one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
     watch again then.
     """
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
 
@@ -197,6 +202,11 @@ class ContextServiceAsyncStub(ContextServiceStub):
     without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
     one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
     watch again then.
+    """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
@@ -343,6 +353,17 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
         one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
         watch again then.
+        """
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _agentkv_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.GetUsageResponse, _abc.Awaitable[_agentkv_pb2.GetUsageResponse]]:
+        """Tells what one context, one tree or all contexts of the caller have used since they began, and
+        where the caller stands with its quotas. What is released stays counted in its tree and in the
+        whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
         """
 
     @_abc_1.abstractmethod

@@ -132,6 +132,7 @@ class FakeService(pb_grpc.ContextServiceServicer):
                     finish.reason = pb.FINISH_REASON_ERROR
                     finish.error.reason = "KV_BLOCKS_EXHAUSTED"
                     finish.error.metadata["need"] = "3"
+                    finish.error.retry_after = 1.5
                 yield pb.GenerateBranchesResponse(finishes=[finish])
 
     def Score(self, request: pb.ScoreRequest, rpc: Any) -> pb.ScoreResponse:
@@ -206,6 +207,36 @@ class FakeService(pb_grpc.ContextServiceServicer):
             return pb.ListResponse(
                 contexts=[self._view(id) for id in ids[start:end]],
                 next_page_token=str(end) if end < len(ids) else "",
+            )
+
+    def GetUsage(self, request: pb.GetUsageRequest, rpc: Any) -> pb.GetUsageResponse:
+        with self._handling("GetUsage", request, rpc):
+            if request.HasField("context_id"):
+                self._find(request.context_id)
+            return pb.GetUsageResponse(
+                bill=pb.Bill(
+                    computed_tokens=11,
+                    reused_tokens=22,
+                    generated_tokens=33,
+                    recomputed_tokens=4,
+                    block_copies=5,
+                    device_block_seconds=6.5,
+                    host_block_seconds=7.5,
+                    disk_block_seconds=8.5,
+                    saved_block_seconds=9.5,
+                ),
+                num_contexts=len(self.contexts),
+                quotas=pb.Quotas(
+                    blocks=3, max_blocks=40, window=60.0, contexts=2, max_contexts=8, max_depth=5
+                ),
+                tiers=[
+                    pb.TierUsage(
+                        tier=pb.TIER_DEVICE,
+                        taken_block_seconds=10.0,
+                        held_block_seconds=6.5,
+                        unheld_block_seconds=3.5,
+                    )
+                ],
             )
 
     def GetServerInfo(self, request: pb.GetServerInfoRequest, rpc: Any) -> pb.GetServerInfoResponse:

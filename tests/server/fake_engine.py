@@ -10,10 +10,14 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.core.bill import Bill
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, Lease, LeaseMode, LeaseReduction, LeaseTerms
+from agentkv.core.occupancy import Tier
 from agentkv.core.pressure import PressureLevel
+from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
+from agentkv.core.usage_view import TierView, UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
 from agentkv.engine.outputs import (
@@ -391,6 +395,17 @@ class FakeEngine:
         return ContextPage(
             tuple(chosen[start : start + page_size]), str(start + page_size) if rest else ""
         )
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        await self._begin("usage")
+        if context_id is not None:
+            self._find(context_id)
+        bill = Bill(computed_tokens=7, block_seconds=(1.5, 0.0, 0.0), saved_block_seconds=0.5)
+        quotas = QuotaView(3, 9, 0.0, None, 60.0, len(self.contexts), 8, 4, None)
+        tiers = (TierView(Tier.DEVICE, 3.0, 1.5, 1.5),)
+        return UsageView(bill, len(self.contexts), tiers, quotas)
 
     async def view(self) -> EngineView:
         await self._begin("view")
