@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
@@ -77,6 +79,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -86,6 +89,7 @@ _HOMES = {
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
@@ -141,6 +145,7 @@ __all__ = [
     "BranchStream",
     "Cancelled",
     "ChangeKind",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
@@ -182,6 +187,7 @@ __all__ = [
     "SlowReader",
     "Tier",
     "TierUsage",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",

@@ -78,6 +78,7 @@ class AsyncClient:
         allow_special: bool = False,
         lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
+        logprobs: bool = False,
         timeout: float | None = None,
     ) -> AsyncContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -90,6 +91,8 @@ class AsyncClient:
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
+            logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
+                handle; cached tokens are run again for it.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
@@ -105,6 +108,7 @@ class AsyncClient:
             allow_special,
             lease,
             labels,
+            logprobs,
             timeout,
         )
         return AsyncContextHandle(self._driver, await self._driver.run(operation))

@@ -76,6 +76,7 @@ class Client:
         allow_special: bool = False,
         lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
+        logprobs: bool = False,
         timeout: float | None = None,
     ) -> ContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -88,6 +89,8 @@ class Client:
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
+            logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
+                handle; cached tokens are run again for it.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
@@ -103,6 +106,7 @@ class Client:
             allow_special,
             lease,
             labels,
+            logprobs,
             timeout,
         )
         return ContextHandle(self._driver, self._driver.run(operation))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason
+from agentkv.client.completion import Chunk, FinishReason, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
@@ -170,7 +170,14 @@ def score(message: pb.ContinuationScore) -> ContinuationScore:
 
 def chunk(message: pb.Chunk) -> Chunk:
     """Reads tokens of one step."""
-    return Chunk(message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs))
+    tops = message.top_logprobs
+    return Chunk(
+        message.branch,
+        tuple(message.token_ids),
+        message.text,
+        tuple(message.logprobs),
+        tuple(TopLogprobs(tuple(top.token_ids), tuple(top.logprobs)) for top in tops),
+    )
 
 
 def branch_error(message: pb.BranchError) -> AgentKVError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
-from agentkv.core.batch import Batch, StepResult
+from agentkv.core.batch import Batch, Sampled, StepResult
 from agentkv.core.batch_builder import Work, build_batch
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context_store import ContextStore
@@ -111,8 +111,7 @@ class Scheduler:
         for work in step.works:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
-                token, logprob, failed = next(samples)
-                events.append(self._commit_token(work.request, token, logprob, failed))
+                events.append(self._commit_token(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
                 context = work.request.context
                 self._store.set_length(context, context.tail.end)
@@ -150,12 +149,10 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_token(
-        self, request: Request, token: int, logprob: float | None, failed: bool
-    ) -> Event:
-        context, params = request.context, request.params
+    def _commit_token(self, request: Request, sampled: Sampled) -> Event:
+        context, params, token = request.context, request.params, sampled.token
         assert params is not None
-        if failed:
+        if sampled.failed:
             error = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
@@ -165,9 +162,11 @@ class Scheduler:
         self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
         context.bill.generated_tokens += 1
+        if request.counter is not None:
+            request.counter.add(token)
         finish = None
         if token in request.end_token_ids:
             finish = FinishReason.STOP
         elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
             finish = FinishReason.LENGTH
-        return Event(request, token, logprob, finish)
+        return Event(request, token, sampled.logprob, finish, top=sampled.top)

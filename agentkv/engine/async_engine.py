@@ -84,11 +84,17 @@ class AsyncEngine:
         lease: LeaseTerms = DEFAULT_TERMS,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
             lambda: self._engine.create(
-                tenant, token_ids, lease=lease, labels=labels, request_id=request_id
+                tenant,
+                token_ids,
+                lease=lease,
+                labels=labels,
+                request_id=request_id,
+                logprobs=logprobs,
             )
         )
         return operation.answer

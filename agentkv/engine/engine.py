@@ -82,7 +82,7 @@ class Engine:
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
@@ -97,8 +97,11 @@ class Engine:
         lease: LeaseTerms = DEFAULT_TERMS,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
+
+        With `logprobs`, the answer has the log-probability of every token but the first.
 
         Raises:
             InvalidRequest: No token, a token id beyond the vocabulary, too many tokens, or a time
@@ -108,7 +111,7 @@ class Engine:
         """
         self._tick()
         now = self._clock()
-        body = (tuple(token_ids), lease, tuple((labels or {}).items()))
+        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs)
         known = self._replies.find(tenant, "Create", request_id, body, now)
         if isinstance(known, Commit) and not known.has_failed:
             if not known.context.is_released:
@@ -121,7 +124,7 @@ class Engine:
         )
         operation = Commit(
             context,
-            [self._factory.completion(context)],
+            [self._factory.completion(context, with_logprobs=logprobs)],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -277,7 +280,8 @@ class Engine:
         """
         self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
-        self._checks.generation(params, length=context.length)
+        ends = self._factory.ends(params)
+        self._checks.generation(params, ends, length=context.length)
         self._leases.resume(context, self._clock())
         return self._generate([context], params, is_single=True)
 
@@ -301,7 +305,8 @@ class Engine:
         self._tick()
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
-            self._checks.generation(params, length=parent.length if at is None else at)
+            length = parent.length if at is None else at
+            self._checks.generation(params, self._factory.ends(params), length=length)
         children = self._fork(parent, count, at, labels or {}, None)
         try:
             return self._generate(children, params, is_single=False)
@@ -563,7 +568,7 @@ class Engine:
         self, contexts: Sequence[Context], params: SamplingParams, *, is_single: bool
     ) -> Generation:
         seed = self._factory.seed(params)
-        requests = [self._factory.generation(context, params, seed) for context in contexts]
+        requests = self._factory.generations(contexts, params, seed)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,

@@ -121,6 +121,7 @@ class ServedEngine(Protocol):
         lease: LeaseTerms = ...,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...

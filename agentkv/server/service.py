@@ -46,6 +46,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             lease=lease or DEFAULT_TERMS,
             labels=labels,
             request_id=request_id,
+            logprobs=request.logprobs,
         )
         return convert.created(committed)
 
