@@ -43,6 +43,8 @@ LEAST_RATIOS = {
 """Least rate over the best peer's, by workload."""
 WIRE_COST = 1.05
 """Most time through gRPC over in process, 16 branches."""
+MEMORY_RATIO = 1.3
+"""Most resident memory of the server over its weights and its pool."""
 
 
 @dataclass(slots=True)
@@ -134,7 +136,8 @@ def measure(workloads: Sequence[Workload], load: Load, options: argparse.Namespa
             engines.append(engine)
         measured = interleave(workloads, engines, options.repeats, options.patience)
     results = [result for one in measured for result in one.results()]
-    return Report("branching", (*results, *_ratios(measured)), tuple(_targets(measured)))
+    targets = _targets(measured, load, engines)
+    return Report("branching", (*results, *_ratios(measured)), tuple(targets))
 
 
 def interleave(
@@ -176,7 +179,22 @@ def _ratios(measured: Sequence[Measured]) -> list[Result]:
     return found
 
 
-def _targets(measured: Sequence[Measured]) -> list[Target]:
+def _memory_target(
+    measured: Sequence[Measured], load: Load, engines: Sequence[EngineProcess]
+) -> Target | None:
+    """Compares the server's peak with its weights, as they are stored, and its pool."""
+    weights = (Path(load.folder) / "model.safetensors").stat().st_size
+    pools = [e.facts.pool_bytes for e in engines if e.contestant.name == SERVED]
+    peaks = [run.peak_rss for one in measured if one.engine == SERVED for run in one.outcomes]
+    if not peaks or not pools or pools[0] is None:
+        return None
+    ratio = max(peaks) / (weights + pools[0])
+    return Target.at_most("resident memory over weights and pool", ratio, MEMORY_RATIO)
+
+
+def _targets(
+    measured: Sequence[Measured], load: Load, engines: Sequence[EngineProcess]
+) -> list[Target]:
     rates = {(one.workload.name, one.engine): statistics.median(one.rates) for one in measured}
     targets = []
     for one in measured:
@@ -187,6 +205,8 @@ def _targets(measured: Sequence[Measured]) -> list[Target]:
             targets.append(
                 Target.at_least(f"{one.workload.name}: rate over best peer", ratio, least)
             )
+    if memory := _memory_target(measured, load, engines):
+        targets.append(memory)
     ours, served = (rates.get(("16 x 32 over 1024", name)) for name in (OURS, SERVED))
     if ours is not None and served is not None:
         targets.append(Target.at_most("16 branches: time through gRPC", ours / served, WIRE_COST))

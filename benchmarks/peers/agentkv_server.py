@@ -31,7 +31,7 @@ SETTINGS = (
     "agentkv serve with its defaults, on the loopback interface; branches "
     "alike by GenerateBranches, others by Fork and Generate, as many calls at once as nodes"
 )
-OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "seed": 1}
+OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class ServedAgentKV:
         assert node.parent is not None
         parent = run.handles[node.parent]
         stream = parent.generate_branches(
-            len(numbers), at=node.at, max_tokens=node.decode, **OPTIONS
+            len(numbers), at=node.at, max_tokens=node.decode, seed=numbers[0], **OPTIONS
         )
         async with stream:
             async for update in stream:
@@ -133,7 +133,7 @@ class ServedAgentKV:
                 await handle.extend(token_ids=node.given)
         run.handles[number] = handle
         if node.decode:
-            async with handle.generate(max_tokens=node.decode, **OPTIONS) as stream:
+            async with handle.generate(max_tokens=node.decode, seed=number, **OPTIONS) as stream:
                 async for chunk in stream:
                     _count(run, number, len(chunk.token_ids))
 

@@ -14,6 +14,8 @@ from benchmarks.peers.resend import Prompt, Sampled, Wave, run_resending
 PAGE_SIZE = 64
 """Tokens; a smaller page leaves less of a prompt to compute again."""
 NUM_BLOCKS = 512
+PATIENCE = 60.0
+"""Seconds a wave may take."""
 
 
 class TransformersBatch:
@@ -53,11 +55,16 @@ class TransformersBatch:
             for _ in range(prompt.count)
         ]
         done: dict[str, Sampled] = {}
+        deadline = time.perf_counter() + PATIENCE
         while len(done) < len(order):
-            output = self._manager.get_result(timeout=60)
+            left = deadline - time.perf_counter()
+            output = self._manager.get_result(timeout=left) if left > 0 else None
             if output is None or output.error:
-                raise RuntimeError(f"no answer: {output and output.error}")
-            if output.is_finished():
+                for request_id in order:
+                    self._manager.cancel_request(request_id)
+                why = output.error if output else f"not done in {PATIENCE:g} s"
+                raise RuntimeError(f"no answer: {why}")
+            if output.is_finished() and output.request_id in order:
                 now = time.perf_counter()
                 done[output.request_id] = Sampled(tuple(output.generated_tokens), now)
         return Wave([done[request_id] for request_id in order])
