@@ -164,6 +164,8 @@ def interleave(
                     print(f"{one.engine}: {workload.name}: not available: {error}", flush=True)
                     continue
                 one.jobs.append(job)
+                seconds = one.outcomes[-1].seconds
+                print(f"{one.workload.name}, {one.engine}: {seconds:.2f} s", flush=True)
     return [one for row in table for one in row if one.outcomes]
 
 
