@@ -6,8 +6,10 @@ in one place each; everything heavy is imported only when the command runs.
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -216,5 +218,15 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
             f"{model.max_length:,}"
         ),
+        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Address": address,
     }
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now; where only a peak is known, that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return pages * resource.getpagesize()
