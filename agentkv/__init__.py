@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
@@ -64,6 +67,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -71,7 +75,9 @@ _HOMES = {
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
@@ -109,9 +115,11 @@ __all__ = [
     "AsyncContextGroup",
     "AsyncContextHandle",
     "AsyncGenerateStream",
+    "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
@@ -135,6 +143,7 @@ __all__ = [
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
+    "QuotaInfo",
     "Reason",
     "Released",
     "Residency",
@@ -143,10 +152,14 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tier",
+    "TierUsage",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
+    "UsageInfo",
 ]
 
 

@@ -18,7 +18,7 @@ from fakes import (
     make_tokenizer,
 )
 
-from agentkv.config import LimitsConfig, SchedulerConfig
+from agentkv.config import LimitsConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.segment import Segment
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.engine.operations import Generation, Operation
@@ -52,9 +52,12 @@ class Bench:
         max_running: int = 256,
         max_length: int = 4096,
         limits: LimitsConfig | None = None,
+        quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
     ) -> None:
+        self.now = 1000.0
+        """Seconds, as the engine's timer shows them; a test moves them on."""
         self.block_size = block_size
         self.runner = FakeModelRunner(num_blocks, block_size)
         self.engine = make_engine(
@@ -70,8 +73,10 @@ class Bench:
                 max_running=max_running,
             ),
             limits=limits,
+            quotas=quotas,
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
+            timer=lambda: self.now,
         )
         self.tree = self.engine._tree
         self.pool = self.tree.pool

@@ -14,8 +14,10 @@ PUBLIC = {
     *("AsyncGenerateStream", "AsyncBranchStream"),
     *("RetryPolicy", "SamplingOptions", "SamplingParams"),
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
+    *("TopLogprobs", "Choice"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
+    *("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     *("AgentKVError", "Reason"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }

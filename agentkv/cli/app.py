@@ -12,6 +12,7 @@ from agentkv.cli.info import info
 from agentkv.cli.models import models
 from agentkv.cli.serve import serve
 from agentkv.cli.tree import tree
+from agentkv.cli.usage import usage
 from agentkv.errors import AgentKVError
 
 
@@ -50,6 +51,7 @@ app.command()(serve)
 app.command()(tree)
 app.command()(info)
 app.command()(models)
+app.command()(usage)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -18,7 +18,8 @@ from rich.logging import RichHandler
 
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.cli.tables import facts_table
-from agentkv.config import EngineConfig, SchedulerConfig, ServerConfig
+from agentkv.config import EngineConfig, QuotasConfig, SchedulerConfig, ServerConfig
+from agentkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from agentkv.engine.outputs import EngineView
@@ -136,6 +137,15 @@ def serve(
             "and slower: every step is padded to --token-budget.",
         ),
     ] = False,
+    quotas: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file of what a tenant may hold and use: blocks, block_seconds in window "
+            "seconds, contexts, depth, fan_out; a table default, and tenants.NAME with what "
+            "differs. By default no limits beyond the server's own.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -166,10 +176,23 @@ def serve(
         max_length=max_length,
         num_threads=threads,
         scheduler=SchedulerConfig(token_budget=token_budget),
+        quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
+
+
+def read_quotas(path: Path) -> QuotasConfig:
+    """Reads the file of quotas.
+
+    Raises:
+        InvalidRequest: It cannot be read, or is wrong.
+    """
+    try:
+        return QuotasConfig.read(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"Cannot read the quotas in {path}: {error}.") from None
 
 
 def assemble(config: EngineConfig, report: Callable[[str], None]) -> "ServedEngine":

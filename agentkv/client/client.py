@@ -14,6 +14,7 @@ from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
 from agentkv.client.transport import Transport
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
@@ -72,6 +73,7 @@ class Client:
         add_generation_prompt: bool = True,
         allow_special: bool = False,
         labels: Mapping[str, str] = NO_LABELS,
+        logprobs: bool = False,
         timeout: float | None = None,
     ) -> ContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -83,6 +85,8 @@ class Client:
             add_generation_prompt: Whether to open the assistant's turn after the messages.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             labels: Labels to show in `info` and `list`.
+            logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
+                handle; cached tokens are run again for it.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
@@ -97,6 +101,7 @@ class Client:
             add_generation_prompt,
             allow_special,
             labels,
+            logprobs,
             timeout,
         )
         return ContextHandle(self._driver, self._driver.run(operation))
@@ -134,6 +139,18 @@ class Client:
             yield from contexts
             if not token:
                 return
+
+    def get_usage(self, root_id: str | None = None, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what all contexts of the caller have used, released ones too, and its quotas.
+
+        Args:
+            root_id: Tells it of this created context and what descends from it alone.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is no such tree, or it ended long ago.
+        """
+        return self._driver.run(self._session.usage_of(None, root_id, timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason
+from agentkv.client.completion import Chunk, FinishReason, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
@@ -18,7 +19,7 @@ from agentkv.client.values import (
     Residency,
     Usage,
 )
-from agentkv.errors import AgentKVError, InternalError, Reason
+from agentkv.errors import AgentKVError, InternalError, PoolExhausted, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ RESIDENCIES: Final = MappingProxyType(
         pb.RESIDENCY_PARTIAL: Residency.PARTIAL,
         pb.RESIDENCY_NONE: Residency.NONE,
     }
+)
+TIERS: Final = MappingProxyType(
+    {pb.TIER_DEVICE: Tier.DEVICE, pb.TIER_HOST: Tier.HOST, pb.TIER_DISK: Tier.DISK}
 )
 FINISH_REASONS: Final = MappingProxyType(
     {
@@ -86,7 +90,14 @@ def score(message: pb.ContinuationScore) -> ContinuationScore:
 
 def chunk(message: pb.Chunk) -> Chunk:
     """Reads tokens of one step."""
-    return Chunk(message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs))
+    tops = message.top_logprobs
+    return Chunk(
+        message.branch,
+        tuple(message.token_ids),
+        message.text,
+        tuple(message.logprobs),
+        tuple(TopLogprobs(tuple(top.token_ids), tuple(top.logprobs)) for top in tops),
+    )
 
 
 def branch_error(message: pb.BranchError) -> AgentKVError:
@@ -95,7 +106,10 @@ def branch_error(message: pb.BranchError) -> AgentKVError:
     if message.reason not in Reason.__members__:  # a newer server's
         return InternalError(message.message, metadata={**metadata, "reason": message.reason})
     reason = Reason(message.reason)
-    return status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    error = status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    if isinstance(error, PoolExhausted) and message.HasField("retry_after"):
+        error.retry_after = message.retry_after
+    return error
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
@@ -108,6 +122,40 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),
         counters=_copied(CountersInfo, message.counters),
+    )
+
+
+def quotas(message: pb.Quotas) -> QuotaInfo:
+    """Reads a tenant's quotas."""
+    has_seconds = message.HasField("max_block_seconds")
+    return QuotaInfo(
+        blocks=message.blocks,
+        max_blocks=message.max_blocks if message.HasField("max_blocks") else None,
+        block_seconds=message.block_seconds,
+        max_block_seconds=message.max_block_seconds if has_seconds else None,
+        window=message.window,
+        contexts=message.contexts,
+        max_contexts=message.max_contexts,
+        max_depth=message.max_depth,
+        max_fan_out=message.max_fan_out if message.HasField("max_fan_out") else None,
+    )
+
+
+def usage_info(message: pb.GetUsageResponse) -> UsageInfo:
+    """Reads what was used."""
+    return UsageInfo(
+        bill=_copied(Bill, message.bill),
+        num_contexts=message.num_contexts,
+        quotas=quotas(message.quotas),
+        tiers=tuple(
+            TierUsage(
+                TIERS.get(item.tier, Tier.UNKNOWN),
+                item.taken_block_seconds,
+                item.held_block_seconds,
+                item.unheld_block_seconds,
+            )
+            for item in message.tiers
+        ),
     )
 
 

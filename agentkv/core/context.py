@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentkv.core.bill import Bill
+from agentkv.core.occupancy import Readings
 from agentkv.core.segment import Hold, Segment
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ class Context:
     """Logical time of its last use; orders who gives way."""
     number: int = 0
     """Order of creation among the contexts of a store."""
+    bill: Bill = field(default_factory=Bill, repr=False)
+    """What it has used, but for what it holds since its readings; a hidden one's is its parent's.
+    """
+    readings: Readings = ()
+    """What its path's meters showed when it began to hold it, in each tier where it does."""
+    is_used: bool = False
+    """Whether a request has run on it."""
+    num_once_computed: int = 0
+    """Leading tokens that had KV at some time: to run them again is to recompute."""
 
     @property
     def is_pinned(self) -> bool:

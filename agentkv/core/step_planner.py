@@ -49,12 +49,15 @@ class StepPlanner:
         """Starts waiting requests in order of arrival while blocks and budget allow."""
         queues = self._queues
         max_running = min(self._config.max_running, self._config.token_budget)
-        while queues.waiting and len(queues.running) < max_running and self._chunk_budget > 0:
-            request = queues.waiting[0]
+        for request in list(queues.waiting):
+            if len(queues.running) >= max_running or self._chunk_budget <= 0:
+                return
             try:
                 self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
+                continue
+            if self._admission.waits_for_quota(request):
                 continue
             if not self._admission.may_start(request):
                 return
@@ -106,29 +109,37 @@ class StepPlanner:
         """Plans the writes of a request and makes room for them; None when it has to wait."""
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
-            if writes.num_blocks <= self._tree.pool.num_free:
+            has_free = writes.num_blocks <= self._tree.pool.num_free
+            if has_free and self._admission.is_within_quota(request, writes.num_blocks):
                 return writes
-            if self._admission.make_room(writes.num_blocks):
+            if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
                 return None
-            victim = self._youngest_after(request) or request
+            victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
                 return None
 
-    def _youngest_after(self, request: Request) -> Request | None:
-        """Finds the youngest running request that can give way to this one in this step."""
+    def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
+        """Finds the youngest running request that can give way to this one in this step.
+
+        Where only a quota is short, one of the same tenant.
+        """
+        tenant = request.context.tenant
         placed = {work.request for work in self.works}
         younger = (
             other
             for other in reversed(self._queues.running)
-            if other.id > request.id and other not in placed and not other.context.is_pinned
+            if other.id > request.id
+            and other not in placed
+            and not other.context.is_pinned
+            and (of_any or other.context.tenant == tenant)
         )
         return next(younger, None)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.config import LimitsConfig
 from agentkv.core.context_store import ContextPage
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
@@ -74,11 +75,17 @@ class AsyncEngine:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
             lambda: self._engine.create(
-                tenant, token_ids, pinned=pinned, labels=labels, request_id=request_id
+                tenant,
+                token_ids,
+                pinned=pinned,
+                labels=labels,
+                request_id=request_id,
+                logprobs=logprobs,
             )
         )
         return operation.answer
@@ -220,6 +227,14 @@ class AsyncEngine:
             lambda: self._engine.list(
                 tenant, root_id=root_id, page_size=page_size, page_token=page_token
             )
+        )
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what was used; see `Engine.usage`."""
+        return await self._thread.call(
+            lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
         )
 
     async def view(self) -> EngineView:

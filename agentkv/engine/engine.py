@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import LimitsConfig, PoolConfig, QuotasConfig, SchedulerConfig
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextPage, ContextStore
@@ -16,6 +16,7 @@ from agentkv.core.context_tree import ContextTree
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -48,22 +49,25 @@ class Engine:
         pool: PoolConfig,
         scheduler: SchedulerConfig,
         limits: LimitsConfig,
+        quotas: QuotasConfig | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
         self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
-        self._store = ContextStore(self._tree, limits, new_id)
+        self._store = ContextStore(self._tree, limits, new_id, quotas)
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
-        self._loop = StepLoop(self._scheduler, runner, self._store)
+        self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
+        self._timer = timer
         self._num_forks = 0
 
     # -- identity ----------------------------------------------------------------------------
@@ -76,15 +80,19 @@ class Engine:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
+
+        With `logprobs`, the answer has the log-probability of every token but the first.
 
         Raises:
             InvalidRequest: No token, a token id beyond the vocabulary, or too many tokens.
             PoolExhausted: The pool cannot hold it, the tenant has too many contexts, or too many
                 requests wait.
         """
-        body = (tuple(token_ids), pinned, tuple((labels or {}).items()))
+        self._tick()
+        body = (tuple(token_ids), pinned, tuple((labels or {}).items()), logprobs)
         known = self._replies.find(tenant, "Create", request_id, body, self._clock())
         if isinstance(known, Commit) and not known.has_failed:
             return known
@@ -94,7 +102,7 @@ class Engine:
         )
         operation = Commit(
             context,
-            [self._factory.completion(context)],
+            [self._factory.completion(context, with_logprobs=logprobs)],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -127,6 +135,7 @@ class Engine:
             InvalidRequest: `count` or `at` is out of range.
             PoolExhausted: A limit on contexts or depth; never blocks.
         """
+        self._tick()
         body = (context_id, count, at, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Fork", request_id, body, self._clock())
         if isinstance(known, tuple):
@@ -154,6 +163,7 @@ class Engine:
         Raises:
             NotFound: A handle is unknown and `allow_missing` is false.
         """
+        self._tick()
         doomed: dict[Context, None] = {}
         for context_id in context_ids:
             try:
@@ -192,6 +202,7 @@ class Engine:
             InvalidRequest: A token id beyond the vocabulary, or over the model's longest context.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.tokens(token_ids, length=context.length)
         head = self._tree.heads.get(context.tail)
@@ -224,6 +235,7 @@ class Engine:
                 beyond the vocabulary.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         return self._generate([context], params, context.length, is_single=True)
 
@@ -244,9 +256,11 @@ class Engine:
         Raises:
             As `fork` and `generate`.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
-            self._checks.generation(params, length=parent.length if at is None else at)
+            length = parent.length if at is None else at
+            self._checks.generation(params, self._factory.ends(params), length=length)
         children = self._fork(parent, count, at, labels or {})
         try:
             return self._generate(children, params, children[0].length, is_single=False)
@@ -268,6 +282,7 @@ class Engine:
                 vocabulary, too long, or an empty context.
             PoolExhausted: The pool cannot hold one of them, or too many requests wait.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         self._checks.continuations(continuations, length=parent.length)
         children = self._store.fork_hidden(parent, len(continuations))
@@ -293,6 +308,7 @@ class Engine:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
             InvalidRequest: The context is shorter than that.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._store.truncate(context, length)
         return self._store.view(context)
@@ -342,6 +358,17 @@ class Engine:
             used_slots=residency.used_slots,
         )
 
+    def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used until now.
+
+        Raises:
+            NotFound: No such context or tree.
+        """
+        self._tick()
+        return self._store.usage(tenant, context_id=context_id, root_id=root_id)
+
     def view(self) -> EngineView:
         """Describes the engine."""
         counts, queues = self._scheduler.statistics(), self._scheduler.queues
@@ -378,10 +405,12 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """Ends what still runs of an operation; contexts stay at their last committed token."""
+        self._tick()
         self._loop.cancel(operation)
 
     def flush_cache(self) -> None:
         """Frees the KV of everything no context holds."""
+        self._tick()
         self._tree.flush()
 
     def check(self) -> None:
@@ -389,6 +418,10 @@ class Engine:
         self._store.check()
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Tells the ledger the time, before anything changes."""
+        self._store.ledger.advance(self._timer())
 
     def _fork(
         self, parent: Context, count: int, at: int | None, labels: Mapping[str, str]
@@ -400,9 +433,9 @@ class Engine:
     def _generate(
         self, contexts: Sequence[Context], params: SamplingParams, length: int, *, is_single: bool
     ) -> Generation:
-        self._checks.generation(params, length=length)
+        self._checks.generation(params, self._factory.ends(params), length=length)
         seed = self._factory.seed(params)
-        requests = [self._factory.generation(context, params, seed) for context in contexts]
+        requests = self._factory.generations(contexts, params, seed)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,

@@ -8,7 +8,11 @@ from types import MappingProxyType
 from typing import Final
 
 from agentkv.config import LimitsConfig, ServerConfig
+from agentkv.core.bill import Bill
+from agentkv.core.occupancy import Tier
+from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.engine.outputs import (
     Branches,
@@ -20,7 +24,7 @@ from agentkv.engine.outputs import (
     ModelFacts,
     Update,
 )
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, PoolExhausted
 from agentkv.server import checks
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -29,6 +33,13 @@ RESIDENCIES: Final = MappingProxyType(
         Residency.DEVICE: pb.RESIDENCY_DEVICE,
         Residency.PARTIAL: pb.RESIDENCY_PARTIAL,
         Residency.NONE: pb.RESIDENCY_NONE,
+    }
+)
+TIERS: Final = MappingProxyType(
+    {
+        Tier.DEVICE: pb.TIER_DEVICE,
+        Tier.HOST: pb.TIER_HOST,
+        Tier.DISK: pb.TIER_DISK,
     }
 )
 FINISH_REASONS: Final = MappingProxyType(
@@ -92,10 +103,61 @@ def score(value: ContinuationScore) -> pb.ContinuationScore:
     )
 
 
+def usage_view(view: UsageView) -> pb.GetUsageResponse:
+    """Translates the answer of GetUsage."""
+    return pb.GetUsageResponse(
+        bill=bill(view.bill),
+        num_contexts=view.num_contexts,
+        quotas=quotas(view.quotas),
+        tiers=[
+            pb.TierUsage(
+                tier=TIERS[item.tier],
+                taken_block_seconds=item.taken,
+                held_block_seconds=item.held,
+                unheld_block_seconds=item.unheld,
+            )
+            for item in view.tiers
+        ],
+    )
+
+
+def bill(value: Bill) -> pb.Bill:
+    """Translates what was used."""
+    return pb.Bill(
+        computed_tokens=value.computed_tokens,
+        reused_tokens=value.reused_tokens,
+        generated_tokens=value.generated_tokens,
+        recomputed_tokens=value.recomputed_tokens,
+        block_copies=value.block_copies,
+        device_block_seconds=value.block_seconds[Tier.DEVICE],
+        host_block_seconds=value.block_seconds[Tier.HOST],
+        disk_block_seconds=value.block_seconds[Tier.DISK],
+        saved_block_seconds=value.saved_block_seconds,
+    )
+
+
+def quotas(view: QuotaView) -> pb.Quotas:
+    """Translates a tenant's quotas."""
+    return pb.Quotas(
+        blocks=view.blocks,
+        max_blocks=view.max_blocks,
+        block_seconds=view.block_seconds,
+        max_block_seconds=view.max_block_seconds,
+        window=view.window,
+        contexts=view.contexts,
+        max_contexts=view.max_contexts,
+        max_depth=view.max_depth,
+        max_fan_out=view.max_fan_out,
+    )
+
+
 def created(value: Committed) -> pb.CreateResponse:
     """Translates the answer of Create."""
     return pb.CreateResponse(
-        context=context(value.context), usage=usage(value.usage), pool=pool(value.pool)
+        context=context(value.context),
+        usage=usage(value.usage),
+        pool=pool(value.pool),
+        logprobs=value.logprobs,
     )
 
 
@@ -126,7 +188,18 @@ def finish(value: Finish) -> pb.Finish:
 
 def branch_error(error: AgentKVError) -> pb.BranchError:
     """Translates what ended one branch while others go on."""
-    return pb.BranchError(reason=error.reason or "", message=error.message, metadata=error.metadata)
+    return pb.BranchError(
+        reason=error.reason or "",
+        message=error.message,
+        metadata=error.metadata,
+        retry_after=error.retry_after if isinstance(error, PoolExhausted) else None,
+    )
+
+
+def add_top_logprobs(message: pb.Chunk, value: Chunk) -> None:
+    """Adds the most likely tokens in the place of each token, where they were asked for."""
+    for top in value.top_logprobs:
+        message.top_logprobs.add(token_ids=top.token_ids, logprobs=top.logprobs)
 
 
 def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
@@ -139,6 +212,7 @@ def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
                 message.chunk.token_ids.extend(update.token_ids)
                 message.chunk.logprobs.extend(update.logprobs)
                 message.chunk.text += update.text
+                add_top_logprobs(message.chunk, update)
             case Finish():
                 message.finish.CopyFrom(finish(update))
             case Branches():
@@ -160,6 +234,7 @@ def branches_generated(updates: Sequence[Update]) -> pb.GenerateBranchesResponse
                 chunk.text = update.text
                 if update.logprobs:
                     chunk.logprobs.extend(update.logprobs)
+                    add_top_logprobs(chunk, update)
             case Finish():
                 message.finishes.append(finish(update))
             case Branches():

@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 from agentkv.config import LimitsConfig
 from agentkv.core.context_store import ContextPage
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.engine.outputs import (
     Committed,
@@ -109,6 +110,7 @@ class ServedEngine(Protocol):
         *,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...
@@ -199,6 +201,12 @@ class ServedEngine(Protocol):
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
     ) -> ContextPage:
         """Lists a tenant's contexts."""
+        ...
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used."""
         ...
 
     async def view(self) -> EngineView:

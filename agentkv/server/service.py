@@ -39,7 +39,11 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks.finish()
         token_ids = await encode_prompt(self._engine.tokenizer, prompt, checks)
         committed = await self._engine.create(
-            tenant_of(rpc), token_ids, labels=labels, request_id=request_id
+            tenant_of(rpc),
+            token_ids,
+            labels=labels,
+            request_id=request_id,
+            logprobs=request.logprobs,
         )
         return convert.created(committed)
 
@@ -201,6 +205,19 @@ class ContextService(pb_grpc.ContextServiceServicer):
             contexts=[convert.context(context) for context in page.contexts],
             next_page_token=page.next_page_token,
         )
+
+    async def GetUsage(self, request: pb.GetUsageRequest, rpc: Rpc) -> pb.GetUsageResponse:
+        """Tells what one context, one tree or the whole tenant has used."""
+        checks = self._checks(request)
+        context_id = root_id = None
+        match request.WhichOneof("scope"):
+            case "context_id":
+                context_id = checks.context_id(request.context_id)
+            case "root_id":
+                root_id = checks.context_id(request.root_id, "root_id")
+        checks.finish()
+        view = await self._engine.usage(tenant_of(rpc), context_id=context_id, root_id=root_id)
+        return convert.usage_view(view)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, rpc: Rpc

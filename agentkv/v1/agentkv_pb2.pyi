@@ -5,7 +5,7 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetServerInfo)
+Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetUsage, GetServerInfo)
 move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
@@ -94,6 +94,34 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_ERROR: FinishReason.ValueType  # 3
 """A failure; see `Finish.error`. What was committed before stays."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Not known to this client."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The device the model runs on."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """The host's memory."""
+    TIER_DISK: _Tier.ValueType  # 3
+    """Files."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where blocks are."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Not known to this client."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The device the model runs on."""
+TIER_HOST: Tier.ValueType  # 2
+"""The host's memory."""
+TIER_DISK: Tier.ValueType  # 3
+"""Files."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class Context(_message.Message):
@@ -369,9 +397,32 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How tokens are chosen and when generation stops."""
+    """How tokens are chosen and when generation stops. Options apply in this order: logit bias,
+    repetition penalty, presence and frequency penalty, allowed and banned tokens, temperature,
+    top-k, top-p, min-p, typical-p. Options that contradict each other are refused.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
@@ -383,6 +434,16 @@ class SamplingOptions(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PENALIZE_PROMPT_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate per branch, in [1, 1048576]. Default: 256. Generation also ends at the
     model's longest context.
@@ -404,9 +465,31 @@ class SamplingOptions(_message.Message):
     ignore_eos: _builtins.bool
     """Whether to generate past the model's own end-of-sequence tokens. Default: false."""
     logprobs: _builtins.bool
-    """Whether to report the log-probability of each generated token, before temperature and filters.
+    """Whether to report the log-probability of each generated token, before every option here.
     Default: false.
     """
+    typical_p: _builtins.float
+    """Keeps the tokens whose surprise is closest to the expected one, until their probability reaches
+    this, in (0, 1]: locally typical sampling. Default: keeps all.
+    """
+    repetition_penalty: _builtins.float
+    """Divides the positive logits of counted tokens and multiplies the negative ones, in (0, 100], as
+    in CTRL and transformers. Default: 1, changes nothing.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of each counted token, in [-100, 100]. Default: 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit once for each time it was counted, in [-100, 100]. Default: 0."""
+    penalize_prompt: _builtins.bool
+    """Which tokens the three penalties count. False: those this call generated on the branch. True:
+    those before the call as well. Default: false.
+    """
+    min_tokens: _builtins.int
+    """Tokens before which no token that ends generation is chosen, in [0, max_tokens]; stop texts end
+    it all the same. Default: 0.
+    """
+    top_logprobs: _builtins.int
+    """Reports the most likely tokens at each position too, in [0, 64]; needs `logprobs`. Default: 0."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end generation: at most 64, each of 1 to 1,024 characters. A stop's text is withheld
@@ -418,6 +501,20 @@ class SamplingOptions(_message.Message):
         """Token ids that end generation, at most 64, each below `vocab_size`. The id is committed, its
         text withheld.
         """
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """What is added to the logits of tokens, by token id: ids below `vocab_size`, values in
+        [-1000, 1000], at most 4,096.
+        """
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be chosen, at most 4,096, each below `vocab_size`. Empty: all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never chosen, at most 4,096, each below `vocab_size`."""
 
     def __init__(
         self,
@@ -432,27 +529,57 @@ class SamplingOptions(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.bool = ...,
+        typical_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        penalize_prompt: _builtins.bool = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int | None = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -460,9 +587,43 @@ class SamplingOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
 
 Global___SamplingOptions: _TypeAlias = SamplingOptions  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """The most likely tokens at one position, most likely first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of each one's probability, before every sampling option."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -474,6 +635,7 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     branch: _builtins.int
     """Number of the branch, in [0, count); 0 in Generate."""
     text: _builtins.str
@@ -488,6 +650,10 @@ class Chunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural logarithm of each token's probability when `logprobs` was asked for, else empty."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """The most likely tokens in the place of each token when `top_logprobs` was asked for, else empty."""
+
     def __init__(
         self,
         *,
@@ -495,10 +661,11 @@ class Chunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,10 +777,13 @@ class BranchError(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The reason, as in `google.rpc.ErrorInfo.reason`."""
     message: _builtins.str
     """What happened and what to do next, for people."""
+    retry_after: _builtins.float
+    """Seconds after which trying again may succeed. Not set: waiting alone will not help."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Numbers that go with the reason, such as `need` and `free`."""
@@ -624,12 +794,15 @@ class BranchError(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after: _TypeAlias = _typing.Literal["retry_after"]  # noqa: Y015
+    _WhichOneofArgType__retry_after: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after) -> _WhichOneofReturnType__retry_after | None: ...
 
 Global___BranchError: _TypeAlias = BranchError  # noqa: Y015
 
@@ -856,6 +1029,164 @@ class Counters(_message.Message):
 Global___Counters: _TypeAlias = Counters  # noqa: Y015
 
 @_typing.final
+class Bill(_message.Message):
+    """What was used. A block-second is one block for one second; a block that n contexts hold costs
+    each of them 1/n of it. What no context holds is charged to nobody.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    SAVED_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    """Tokens the model ran."""
+    reused_tokens: _builtins.int
+    """Tokens whose KV a context found at its first use, from prefix cache or by being forked."""
+    generated_tokens: _builtins.int
+    """Tokens sampled and committed."""
+    recomputed_tokens: _builtins.int
+    """Part of `computed_tokens` whose KV had been there before: it gave way, or its logits did."""
+    block_copies: _builtins.int
+    """Blocks copied on write."""
+    device_block_seconds: _builtins.float
+    """Block-seconds on the device."""
+    host_block_seconds: _builtins.float
+    """Block-seconds in host memory."""
+    disk_block_seconds: _builtins.float
+    """Block-seconds on disk."""
+    saved_block_seconds: _builtins.float
+    """Block-seconds that sharing saved: what each context would have used alone, less what all used."""
+    def __init__(
+        self,
+        *,
+        computed_tokens: _builtins.int = ...,
+        reused_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        block_copies: _builtins.int = ...,
+        device_block_seconds: _builtins.float = ...,
+        host_block_seconds: _builtins.float = ...,
+        disk_block_seconds: _builtins.float = ...,
+        saved_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "computed_tokens", b"computed_tokens", "device_block_seconds", b"device_block_seconds", "disk_block_seconds", b"disk_block_seconds", "generated_tokens", b"generated_tokens", "host_block_seconds", b"host_block_seconds", "recomputed_tokens", b"recomputed_tokens", "reused_tokens", b"reused_tokens", "saved_block_seconds", b"saved_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bill: _TypeAlias = Bill  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    """Block-seconds of one tier since the server started; taken = held + unheld."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    TAKEN_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    UNHELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """The tier."""
+    taken_block_seconds: _builtins.float
+    """Of all blocks that were not free."""
+    held_block_seconds: _builtins.float
+    """Charged to contexts."""
+    unheld_block_seconds: _builtins.float
+    """Charged to nobody: prefix cache, and KV of contexts that gave way."""
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        taken_block_seconds: _builtins.float = ...,
+        held_block_seconds: _builtins.float = ...,
+        unheld_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_block_seconds", b"held_block_seconds", "taken_block_seconds", b"taken_block_seconds", "tier", b"tier", "unheld_block_seconds", b"unheld_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
+
+@_typing.final
+class Quotas(_message.Message):
+    """A tenant's quotas and where it stands. A call that would exceed one is refused with TENANT_QUOTA:
+    metadata names the `quota`, its `limit`, what is `held`, the `need`, and what is `free` and
+    `reclaimable`. RetryInfo is set when waiting helps.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_FAN_OUT_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Device blocks held now, pinned ones too; a shared block counts once."""
+    max_blocks: _builtins.int
+    """Most of them. Not set: no limit."""
+    block_seconds: _builtins.float
+    """Device block-seconds used in the window; counted only where there is a limit."""
+    max_block_seconds: _builtins.float
+    """Most of them: beyond it no block is taken until the window frees enough. Not set: no limit."""
+    window: _builtins.float
+    """Seconds over which block-seconds count; the window slides."""
+    contexts: _builtins.int
+    """Contexts held now."""
+    max_contexts: _builtins.int
+    """Most of them."""
+    max_depth: _builtins.int
+    """Most forks between a context and its root."""
+    max_fan_out: _builtins.int
+    """Most living children of one context. Not set: no limit."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        max_blocks: _builtins.int | None = ...,
+        block_seconds: _builtins.float = ...,
+        max_block_seconds: _builtins.float | None = ...,
+        window: _builtins.float = ...,
+        contexts: _builtins.int = ...,
+        max_contexts: _builtins.int = ...,
+        max_depth: _builtins.int = ...,
+        max_fan_out: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_fan_out", b"max_fan_out"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "block_seconds", b"block_seconds", "blocks", b"blocks", "contexts", b"contexts", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_contexts", b"max_contexts", "max_depth", b"max_depth", "max_fan_out", b"max_fan_out", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_block_seconds: _TypeAlias = _typing.Literal["max_block_seconds"]  # noqa: Y015
+    _WhichOneofArgType__max_block_seconds: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__max_blocks: _TypeAlias = _typing.Literal["max_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_blocks: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__max_fan_out: _TypeAlias = _typing.Literal["max_fan_out"]  # noqa: Y015
+    _WhichOneofArgType__max_fan_out: _TypeAlias = _typing.Literal["_max_fan_out", b"_max_fan_out"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_block_seconds) -> _WhichOneofReturnType__max_block_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_blocks) -> _WhichOneofReturnType__max_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_fan_out) -> _WhichOneofReturnType__max_fan_out | None: ...
+
+Global___Quotas: _TypeAlias = Quotas  # noqa: Y015
+
+@_typing.final
 class CreateRequest(_message.Message):
     """Asks for a new context."""
 
@@ -887,6 +1218,7 @@ class CreateRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
     character.
@@ -898,6 +1230,10 @@ class CreateRequest(_message.Message):
     allow_special: _builtins.bool
     """Whether text of special tokens in `text` becomes those tokens. Default: false, it stays plain
     text. That of messages always does.
+    """
+    logprobs: _builtins.bool
+    """Whether to report the log-probability of each token of the prompt. Tokens that are cached are
+    run again for it. Default: false.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -920,10 +1256,11 @@ class CreateRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         request_id: _builtins.str = ...,
         allow_special: _builtins.bool = ...,
+        logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -940,6 +1277,7 @@ class CreateResponse(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def context(self) -> Global___Context:
         """The new context."""
@@ -952,16 +1290,23 @@ class CreateResponse(_message.Message):
     def pool(self) -> Global___Pool:
         """Blocks of the pool after the call."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of the probability of each token of the prompt but the first, which nothing
+        precedes, given all before it; when asked for.
+        """
+
     def __init__(
         self,
         *,
         context: Global___Context | None = ...,
         usage: Global___Usage | None = ...,
         pool: Global___Pool | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "logprobs", b"logprobs", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1143,7 +1488,9 @@ class ExtendResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm of each appended token's probability given all before it, when asked for."""
+        """Natural logarithm of each appended token's probability given all before it, when asked for. The
+        first token of an empty context has none.
+        """
 
     def __init__(
         self,
@@ -1653,6 +2000,74 @@ class ListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+
+@_typing.final
+class GetUsageRequest(_message.Message):
+    """Asks what was used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_ID_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of one living context."""
+    root_id: _builtins.str
+    """Handle of a root, which may be released by now: it and everything that descends from it."""
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        root_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_scope: _TypeAlias = _typing.Literal["context_id", "root_id"]  # noqa: Y015
+    _WhichOneofArgType_scope: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_scope) -> _WhichOneofReturnType_scope | None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    """Answers GetUsage, as of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BILL_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    num_contexts: _builtins.int
+    """Living contexts it covers."""
+    @_builtins.property
+    def bill(self) -> Global___Bill:
+        """What was used."""
+
+    @_builtins.property
+    def quotas(self) -> Global___Quotas:
+        """The caller's quotas, and where it stands, whatever the scope."""
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """Block-seconds of all tenants together, of each tier the server has."""
+
+    def __init__(
+        self,
+        *,
+        bill: Global___Bill | None = ...,
+        num_contexts: _builtins.int = ...,
+        quotas: Global___Quotas | None = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "quotas", b"quotas"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "num_contexts", b"num_contexts", "quotas", b"quotas", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

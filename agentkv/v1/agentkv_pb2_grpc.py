@@ -85,6 +85,11 @@ class ContextServiceStub(object):
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/agentkv.v1.ContextService/GetUsage',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/agentkv.v1.ContextService/GetServerInfo',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.GetServerInfoRequest.SerializeToString,
@@ -192,6 +197,15 @@ class ContextServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Tells what one context, one tree or all contexts of the caller have used since they began, and
+        where the caller stands with its quotas. What is released stays counted in its tree and in the
+        whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Describes the server: its model, pool, limits, the options it supports, and counters.
         """
@@ -251,6 +265,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -529,6 +548,33 @@ class ContextService(object):
             '/agentkv.v1.ContextService/List',
             agentkv_dot_v1_dot_agentkv__pb2.ListRequest.SerializeToString,
             agentkv_dot_v1_dot_agentkv__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/GetUsage',
+            agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetServerInfo)
+Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetUsage, GetServerInfo)
 move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
@@ -108,6 +108,11 @@ class ContextServiceStub:
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
     """
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
 
@@ -171,6 +176,11 @@ class ContextServiceAsyncStub(ContextServiceStub):
     List: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]  # type: ignore[assignment]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
+    """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
@@ -292,6 +302,17 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_agentkv_pb2.ListResponse, _abc.Awaitable[_agentkv_pb2.ListResponse]]:
         """Lists the caller's contexts, page by page, in the order of their handles. A context made while
         pages are read may be missed; one that lives throughout is listed once.
+        """
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _agentkv_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.GetUsageResponse, _abc.Awaitable[_agentkv_pb2.GetUsageResponse]]:
+        """Tells what one context, one tree or all contexts of the caller have used since they began, and
+        where the caller stands with its quotas. What is released stays counted in its tree and in the
+        whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
         """
 
     @_abc_1.abstractmethod

@@ -147,3 +147,24 @@ def test_a_draining_server_says_so(address: str, service: FakeService) -> None:
     service.faults["GetServerInfo"].append(Fault(Unavailable("Draining.")))
     with pytest.raises(Unavailable, match="Draining"), connected(address) as client:
         client.server_info()
+
+
+def test_usage_shows_the_bill_and_the_quotas(address: str, invoke: Invoke) -> None:
+    """Catches a number in the wrong place, or a limit that is none and looks like 0."""
+    with Client(address) as client:
+        client.create("abc")
+        result = invoke("usage", address)
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines == [
+        "Contexts 1 now",
+        "Tokens 11 computed, of them 4 again; 22 reused, 33 generated",
+        "Block-seconds 6.5 on the device, 7.5 on the host, 8.5 on disk; sharing saved 9.5",
+        "Block copies 5",
+        "Quota of blocks 3 of 40",
+        "Quota of block-seconds no limit",
+        "Quota of contexts 2 of 8",
+        "Quota of depth 5",
+        "Quota of fan-out no limit",
+        "All tenants, device 10.0 block-seconds: 6.5 held, 3.5 cached",
+    ]

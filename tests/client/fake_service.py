@@ -131,6 +131,7 @@ class FakeService(pb_grpc.ContextServiceServicer):
                     finish.reason = pb.FINISH_REASON_ERROR
                     finish.error.reason = "KV_BLOCKS_EXHAUSTED"
                     finish.error.metadata["need"] = "3"
+                    finish.error.retry_after = 1.5
                 yield pb.GenerateBranchesResponse(finishes=[finish])
 
     def Score(self, request: pb.ScoreRequest, rpc: Any) -> pb.ScoreResponse:
@@ -177,6 +178,36 @@ class FakeService(pb_grpc.ContextServiceServicer):
             return pb.ListResponse(
                 contexts=[self._view(id) for id in ids[start:end]],
                 next_page_token=str(end) if end < len(ids) else "",
+            )
+
+    def GetUsage(self, request: pb.GetUsageRequest, rpc: Any) -> pb.GetUsageResponse:
+        with self._handling("GetUsage", request, rpc):
+            if request.HasField("context_id"):
+                self._find(request.context_id)
+            return pb.GetUsageResponse(
+                bill=pb.Bill(
+                    computed_tokens=11,
+                    reused_tokens=22,
+                    generated_tokens=33,
+                    recomputed_tokens=4,
+                    block_copies=5,
+                    device_block_seconds=6.5,
+                    host_block_seconds=7.5,
+                    disk_block_seconds=8.5,
+                    saved_block_seconds=9.5,
+                ),
+                num_contexts=len(self.contexts),
+                quotas=pb.Quotas(
+                    blocks=3, max_blocks=40, window=60.0, contexts=2, max_contexts=8, max_depth=5
+                ),
+                tiers=[
+                    pb.TierUsage(
+                        tier=pb.TIER_DEVICE,
+                        taken_block_seconds=10.0,
+                        held_block_seconds=6.5,
+                        unheld_block_seconds=3.5,
+                    )
+                ],
             )
 
     def GetServerInfo(self, request: pb.GetServerInfoRequest, rpc: Any) -> pb.GetServerInfoResponse:
@@ -240,7 +271,12 @@ class FakeService(pb_grpc.ContextServiceServicer):
         id = self._new_id()
         self.contexts[id] = FakeContext(tokens, root_id=id, labels=dict(request.labels))
         usage = pb.Usage(computed_tokens=len(tokens) - 1, cached_tokens=1)
-        return pb.CreateResponse(context=self._view(id), usage=usage, pool=self._pool())
+        return pb.CreateResponse(
+            context=self._view(id),
+            usage=usage,
+            pool=self._pool(),
+            logprobs=[-0.25] * (len(tokens) - 1) if request.logprobs else [],
+        )
 
     def _fork(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> list[pb.Context]:
         parent = self._find(request.context_id)
@@ -336,6 +372,9 @@ def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb
         token_ids=[token],
         text=chr(token),
         logprobs=[-0.25] if sampling.logprobs else [],
+        top_logprobs=[pb.TopLogprobs(token_ids=[token], logprobs=[-0.25])]
+        if sampling.top_logprobs
+        else [],
     )
 
 

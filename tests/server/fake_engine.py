@@ -10,8 +10,13 @@ from functools import partial
 from typing import Any, Self
 
 from agentkv.config import LimitsConfig
+from agentkv.core.batch import TopLogprobs
+from agentkv.core.bill import Bill
 from agentkv.core.context_store import ContextPage
+from agentkv.core.occupancy import Tier
+from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
+from agentkv.core.usage_view import TierView, UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.engine.outputs import (
     Branches,
@@ -204,10 +209,16 @@ class FakeEngine:
         *,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
-        return Committed(context.view(), Usage(computed_tokens=len(token_ids)), POOL)
+        return Committed(
+            context.view(),
+            Usage(computed_tokens=len(token_ids)),
+            POOL,
+            tuple(-0.25 for _ in token_ids[1:]) if logprobs else (),
+        )
 
     async def fork(
         self,
@@ -340,6 +351,17 @@ class FakeEngine:
             tuple(chosen[start : start + page_size]), str(start + page_size) if rest else ""
         )
 
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        await self._begin("usage")
+        if context_id is not None:
+            self._find(context_id)
+        bill = Bill(computed_tokens=7, block_seconds=(1.5, 0.0, 0.0), saved_block_seconds=0.5)
+        quotas = QuotaView(3, 9, 0.0, None, 60.0, len(self.contexts), 8, 4, None)
+        tiers = (TierView(Tier.DEVICE, 3.0, 1.5, 1.5),)
+        return UsageView(bill, len(self.contexts), tiers, quotas)
+
     async def view(self) -> EngineView:
         await self._begin("view")
         return EngineView(
@@ -409,7 +431,10 @@ class FakeEngine:
                 token = (sum(context.tokens) + branch) % VOCAB_SIZE
                 context.tokens.append(token)
                 logprobs = (-1.5,) if params.logprobs else ()
-                updates.append(Chunk(branch, (token,), self.chunk_text, logprobs))
+                size = params.top_logprobs
+                top = TopLogprobs(tuple(range(size)), tuple(-float(rank) for rank in range(size)))
+                tops = (top,) if size else ()
+                updates.append(Chunk(branch, (token,), self.chunk_text, logprobs, tops))
                 if is_last:
                     updates.append(self._finish(branch, len(contexts), context, params))
             return tuple(updates)
