@@ -6,8 +6,10 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
+from agentkv.client import replies
+from agentkv.client.values import LeaseMode, LeaseOptions
 from agentkv.errors import InvalidRequest
 from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
@@ -16,6 +18,10 @@ ChatTurn = Mapping[str, str]
 """One turn of a conversation: `{"role": ..., "content": ...}`."""
 Continuation = str | Sequence[int]
 """Text, or token ids."""
+
+Lease = LeaseMode | LeaseOptions
+"""A mode, for the server's default time, or a mode with its options."""
+NO_LEASE: Final = LeaseOptions()
 
 NO_LABELS: Mapping[str, str] = {}
 
@@ -54,6 +60,7 @@ def create(
     *,
     add_generation_prompt: bool,
     allow_special: bool,
+    lease: Lease | None,
     labels: Mapping[str, str],
     request_id: str,
     logprobs: bool,
@@ -64,6 +71,7 @@ def create(
         request = pb.CreateRequest(
             messages=None if messages is None else _chat(messages, add_generation_prompt),
             token_ids=_ids(token_ids),
+            lease=_lease(lease),
             labels=labels,
             request_id=request_id,
             allow_special=allow_special,
@@ -75,12 +83,30 @@ def create(
 
 
 def fork(
-    context_id: str, count: int, at: int | None, labels: Mapping[str, str], request_id: str
+    context_id: str,
+    count: int,
+    at: int | None,
+    lease: Lease | None,
+    labels: Mapping[str, str],
+    request_id: str,
 ) -> pb.ForkRequest:
     """Builds a Fork request."""
     with _refusing_bad_values():
         return pb.ForkRequest(
-            context_id=context_id, count=count, at=at, labels=labels, request_id=request_id
+            context_id=context_id,
+            count=count,
+            at=at,
+            lease=_lease(lease),
+            labels=labels,
+            request_id=request_id,
+        )
+
+
+def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.UpdateLeaseRequest:
+    """Builds an UpdateLease request."""
+    with _refusing_bad_values():
+        return pb.UpdateLeaseRequest(
+            context_id=context_id, lease=_lease(lease), recursive=recursive
         )
 
 
@@ -212,6 +238,23 @@ def _checked_text(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}; for ids use token_ids=.")
     return text
+
+
+def _lease(lease: Lease | None) -> pb.LeaseOptions | None:
+    if lease is None:
+        return None
+    options = LeaseOptions(lease) if isinstance(lease, LeaseMode) else lease
+    if options.mode is LeaseMode.UNKNOWN:
+        raise InvalidRequest(
+            "No lease can be asked for that this client does not know.",
+            violations={"lease.mode": "is not known to this client"},
+        )
+    modes = {mode: value for value, mode in replies.LEASE_MODES.items()}
+    return pb.LeaseOptions(
+        mode=pb.LEASE_MODE_UNSPECIFIED if options.mode is None else modes[options.mode],
+        ttl=options.ttl,
+        may_reduce=options.may_reduce,
+    )
 
 
 def _ids(token_ids: Sequence[int] | None) -> pb.TokenIds | None:

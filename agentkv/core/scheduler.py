@@ -42,6 +42,7 @@ class Scheduler:
 
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
+        self._store = store
         self._tree = store.tree
         self._ledger = store.ledger
         self._config = config
@@ -83,6 +84,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Plans a step; None when there is nothing to do or to say."""
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
@@ -111,7 +113,8 @@ class Scheduler:
             if work.samples:
                 events.append(self._commit_token(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
-                work.request.context.length = work.request.context.tail.end
+                context = work.request.context
+                self._store.set_length(context, context.tail.end)
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -156,7 +159,7 @@ class Scheduler:
             )
             return Event(request, finish=FinishReason.ERROR, error=error)
         context.tail = self._tree.append(context.tail, (token,), context.hold)
-        context.length += 1
+        self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
         context.bill.generated_tokens += 1
         if request.counter is not None:

@@ -83,6 +83,17 @@ class Truncated:
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """Answer of UpdateLease."""
+
+    context: ContextView
+    """The context named, with the lease that was granted."""
+    num_updated: int
+    """Contexts whose lease was renewed or replaced."""
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
 class ContextTokens:
     """A context and tokens of it, as of one moment."""
 

@@ -16,6 +16,8 @@ from agentkv import (
     ContextMoved,
     FinishReason,
     InvalidRequest,
+    LeaseInfo,
+    LeaseMode,
     NotFound,
     QuotaInfo,
     Residency,
@@ -45,6 +47,8 @@ def test_create_shows_the_whole_context(client: Client) -> None:
         num_children=0,
         labels={"plan": "a"},
         create_time=datetime.fromtimestamp(1_700_000_000, UTC),
+        reclaimable_blocks=1,
+        lease=LeaseInfo(LeaseMode.RETAIN, 60.0, datetime.fromtimestamp(1_700_000_060, UTC)),
     )
     assert root.usage == client.usage == Usage(computed_tokens=4, cached_tokens=1)
     assert client.pool is not None
