@@ -17,14 +17,23 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Size of the device pool."""
+    """Sizes of the device pool and of the tiers below it."""
 
     num_blocks: int
     """Blocks of the device pool, at least 1."""
     block_size: int = 16
     """Token positions per block, at least 1."""
+    host_blocks: int = 0
+    """Blocks of the host tier; 0: KV that gives way is recomputed."""
+    disk_blocks: int = 0
+    """Blocks of the disk tier, below the host's."""
 
     def __post_init__(self) -> None:
+        _require(self.host_blocks >= 0, "host_blocks must not be negative.")
+        _require(
+            self.disk_blocks == 0 or (self.disk_blocks > 0 and self.host_blocks > 0),
+            "disk_blocks must not be negative, and a disk tier needs a host tier above it.",
+        )
         _require(self.num_blocks >= 1, f"num_blocks must be at least 1, got {self.num_blocks}.")
         _require(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}.")
 

@@ -27,6 +27,7 @@ from agentkv.core.batch import (
     StepResult,
     Stream,
 )
+from agentkv.core.block_move import BlockMove, Place, Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
@@ -118,6 +119,12 @@ class FakeModelRunner:
         """Called before anything is computed; may raise, as a failing device would."""
         self.after_writes: Callable[[Batch], None] = lambda batch: None
         """Called once KV is written; may raise, as a device that fails half-way would."""
+        self.places: dict[Place, tuple[Kv | None, ...]] = {}
+        """Content of blocks of the lower tiers."""
+        self.moves: list[BlockMove] = []
+        """Every move it was given, failed ones included."""
+        self.loses: Callable[[BlockMove], bool] = lambda move: False
+        """Tells the moves that fail, as a bad checksum would make them."""
 
     def run(self, batch: Batch) -> StepResult:
         """Copies, writes, reads and answers, in that order."""
@@ -142,6 +149,25 @@ class FakeModelRunner:
             tuple(Head(digests[row]) for row in batch.heads),
             tuple(_logprob(folded(s.row, s.head), s.token) for s in batch.scores),
         )
+
+    def move(self, moves: Sequence[BlockMove]) -> Sequence[BlockMove]:
+        """Carries KV between tiers, in order; what fails is torn."""
+        failed, torn = [], set[Place]()
+        for move in moves:
+            self.moves.append(move)
+            src, dst = move
+            content = self.block(src.block_id) if src.tier is Tier.DEVICE else self.places[src]
+            torn.discard(dst)
+            if self.loses(move) or src in torn:
+                failed.append(move)
+                torn.add(dst)
+                content = (None,) * self.block_size
+            if dst.tier is Tier.DEVICE:
+                first = dst.block_id * self.block_size
+                self.slots[first : first + self.block_size] = content
+            else:
+                self.places[dst] = content
+        return failed
 
     def block(self, block_id: int) -> tuple[Kv | None, ...]:
         """The content of a block."""
@@ -261,6 +287,8 @@ def make_engine(
     *,
     num_blocks: int = 256,
     block_size: int = 16,
+    host_blocks: int = 0,
+    disk_blocks: int = 0,
     max_length: int = 4096,
     scheduler: SchedulerConfig | None = None,
     limits: LimitsConfig | None = None,
@@ -275,6 +303,8 @@ def make_engine(
         runner: The fake to use; one of the pool's size is made if None.
         num_blocks: Blocks of the pool.
         block_size: Token positions per block.
+        host_blocks: Blocks of the host tier.
+        disk_blocks: Blocks of the disk tier.
         max_length: Longest context of the model.
         scheduler: Step sizes; the defaults if None.
         limits: Tenant limits; the defaults if None.
@@ -299,13 +329,20 @@ def make_engine(
         runner,
         facts,
         tokenizer or make_tokenizer(pieces),
-        pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
+        pool=PoolConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+        ),
         scheduler=scheduler or SchedulerConfig(),
         limits=limits or LimitsConfig(),
         end_token_ids=frozenset(end_token_ids),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),
         clock=clock,
+        mover=runner,
+        timer=lambda: 0.0,
     )
     runner.pool = engine._tree.pool
     return engine

@@ -1,12 +1,13 @@
 """What a request can need, what there is, and who gives way.
 
-Under pressure, in this order: prefix cache goes; idle contexts give up KV, least recently used
-first, and recompute it at their next use; the youngest running request waits (`StepPlanner`);
-the request is refused with numbers. What is pinned never gives way.
+Under pressure, in this order: prefix cache goes; idle contexts leave the device, least recently
+used first; the youngest running request waits (`StepPlanner`); the request is refused with
+numbers. What is pinned never gives way. What leaves goes to the host, or is recomputed: `eviction`.
 """
 
 from agentkv.core.block_writes import forgo_copy, plan_writes, settle
 from agentkv.core.context_store import ContextStore
+from agentkv.core.eviction import evict
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
@@ -58,20 +59,21 @@ class Admission:
 
     def make_room(self, num_blocks: int) -> bool:
         """Frees blocks until `num_blocks` are free, by cache and idle contexts alone."""
-        if self._tree.evict(num_blocks):
+        if evict(self._tree, num_blocks):
             return True
         idle = [context for context in self._store if context.hold is Hold.KV]
         idle.sort(key=lambda context: (context.request is not None, context.last_used))
         for context in idle:
             self._store.set_hold(context, Hold.TOKENS)
-            if self._tree.evict(num_blocks):
+            if evict(self._tree, num_blocks):
                 return True
         return False
 
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
         settle(self._tree, tail)
-        return plan_writes(self._tree, tail, request.target).num_blocks
+        upto = max(request.target, self._tree.num_kept(tail))
+        return plan_writes(self._tree, tail, upto).num_blocks
 
     def _room(self, request: Request, hold: Hold) -> int:
         """Blocks that a request may count on; the watermark is for those who run."""

@@ -7,8 +7,9 @@ token; what is left goes to chunks, oldest request first, then to requests that 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch_builder import Work
-from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes, settle
+from agentkv.core.block_writes import apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.eviction import bring_back
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold, Segment
@@ -77,11 +78,13 @@ class StepPlanner:
             self._chunk_budget -= num_rows
             if num_rows == 0:
                 return
-        writes = self._reserve(request, first + num_rows)
-        if writes is None:
+        if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
             return
-        copies = tuple(apply_writes(self._tree, writes))
-        self._add(Work(request, first, first + num_rows, copies), writes.num_blocks)
+        num_free = self._tree.pool.num_free
+        bring_back(self._tree, tail)
+        copies = apply_writes(self._tree, plan_writes(self._tree, tail, first + num_rows))
+        num_taken = num_free - self._tree.pool.num_free
+        self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
 
     def _add(self, work: Work, num_blocks: int) -> None:
         request, tail = work.request, work.request.context.tail
@@ -102,25 +105,25 @@ class StepPlanner:
             request.cached_tokens = work.first
         self.works.append(work)
 
-    def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
-        """Plans the writes of a request and makes room for them; None when it has to wait."""
+    def _reserve(self, request: Request, upto: int) -> bool:
+        """Makes room for the KV of a path up to a position; False when the request has to wait."""
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
             if writes.num_blocks <= self._tree.pool.num_free:
-                return writes
+                return True
             if self._admission.make_room(writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
-                return None
+                return False
             victim = self._youngest_after(request) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
-                return None
+                return False
 
     def _youngest_after(self, request: Request) -> Request | None:
         """Finds the youngest running request that can give way to this one in this step."""
@@ -140,9 +143,12 @@ class StepPlanner:
         return request.target - self._first_row(request)
 
     def _first_row(self, request: Request) -> int:
-        """Finds the position from which a request needs rows; its end when it needs none."""
+        """Finds the position from which a request needs rows; its end when it needs none.
+
+        What is in a lower tier needs none: it is brought back before the rows are run.
+        """
         tail = request.context.tail
-        first = self._tree.num_computed(tail)
+        first = self._tree.num_kept(tail)
         if request.first_scored_row is not None:
             first = min(first, request.first_scored_row)
         if first == tail.end and tail not in self._tree.heads:

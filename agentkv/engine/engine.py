@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.core.block_move import Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.eviction import flush
+from agentkv.core.lower_tiers import LowerTiers
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
@@ -22,7 +25,7 @@ from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import EngineView, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
-from agentkv.engine.runner import Runner
+from agentkv.engine.runner import Mover, Runner
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import AgentKVError, NotFound
@@ -52,15 +55,23 @@ class Engine:
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
+        mover: Mover | None = None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
+        assert mover is not None or not pool.host_blocks
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
-        self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
+        lower = LowerTiers(
+            pool.block_size, host_blocks=pool.host_blocks, disk_blocks=pool.disk_blocks
+        )
+        self._tree = ContextTree(
+            BlockPool(pool.num_blocks), block_size=pool.block_size, lower=lower
+        )
         self._store = ContextStore(self._tree, limits, new_id)
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
-        self._loop = StepLoop(self._scheduler, runner, self._store)
+        self._loop = StepLoop(self._scheduler, runner, self._store, mover, timer)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
         self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
         self._clock = clock
@@ -297,6 +308,21 @@ class Engine:
         self._store.truncate(context, length)
         return self._store.view(context)
 
+    # -- residency ---------------------------------------------------------------------------
+
+    def park(self, tenant: str, context_id: str) -> ContextView:
+        """Lets a context's KV leave the device, for while nobody uses it; answers at once.
+
+        The next use brings it back and recomputes no token. See `Scheduler.park`.
+
+        Raises:
+            NotFound: The handle is unknown.
+            ContextBusy: A request is changing the context.
+        """
+        context = self._store.get_idle(tenant, context_id, None)
+        self._scheduler.park(context)
+        return self._store.view(context)
+
     # -- observers ---------------------------------------------------------------------------
 
     def get(self, tenant: str, context_id: str) -> ContextView:
@@ -340,6 +366,8 @@ class Engine:
             pinned=residency.held[Hold.PINNED],
             block_size=self._tree.block_size,
             used_slots=residency.used_slots,
+            host=self._tree.lower.view(Tier.HOST),
+            disk=self._tree.lower.view(Tier.DISK),
         )
 
     def view(self) -> EngineView:
@@ -355,6 +383,9 @@ class Engine:
             num_forks=self._num_forks,
             num_block_copies=counts.num_block_copies,
             num_preemptions=counts.num_preemptions,
+            num_moved_out=counts.num_moved_out,
+            num_brought_back=counts.num_brought_back,
+            num_lost=counts.num_lost,
         )
 
     # -- the loop ----------------------------------------------------------------------------
@@ -382,7 +413,7 @@ class Engine:
 
     def flush_cache(self) -> None:
         """Frees the KV of everything no context holds."""
-        self._tree.flush()
+        flush(self._tree)
 
     def check(self) -> None:
         """Asserts every invariant of the bookkeeping."""

@@ -148,3 +148,9 @@ class EngineView:
     num_forks: int
     num_block_copies: int
     num_preemptions: int
+    num_moved_out: int = 0
+    """Blocks that left the device for the host since start."""
+    num_brought_back: int = 0
+    """Blocks that came back to the device since start."""
+    num_lost: int = 0
+    """Blocks that could not be read back, and were recomputed."""

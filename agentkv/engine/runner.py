@@ -1,8 +1,10 @@
-"""What the engine asks of a model: one method. Tests pass a runner that needs no tensor."""
+"""What the engine asks of a model. Tests pass a runner and a mover that need no tensor."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from agentkv.core.batch import Batch, StepResult
+from agentkv.core.block_move import BlockMove
 
 
 class Runner(Protocol):
@@ -10,4 +12,16 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> StepResult:
         """Does the copies, writes and reads KV, samples; answers in the order of the batch."""
+        ...
+
+
+class Mover(Protocol):
+    """Carries KV between tiers."""
+
+    def move(self, moves: Sequence[BlockMove]) -> Sequence[BlockMove]:
+        """Does the moves in order, as seen by the next step; cannot raise.
+
+        Returns:
+            The moves that failed: their destination holds nothing that may be read.
+        """
         ...

@@ -1,13 +1,14 @@
 """The loop: requests in, steps, events out to the operations they belong to."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Event, FinishReason, Request
-from agentkv.core.scheduler import Scheduler
+from agentkv.core.scheduler import Scheduler, Step
+from agentkv.engine.cost_meter import CostMeter
 from agentkv.engine.operations import Operation
-from agentkv.engine.runner import Runner
+from agentkv.engine.runner import Mover, Runner
 from agentkv.errors import AgentKVError, NotFound, Reason
 
 _log = logging.getLogger(__name__)
@@ -20,10 +21,19 @@ class StepLoop:
     ends the requests it computed and no others.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, store: ContextStore) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        store: ContextStore,
+        mover: Mover | None,
+        timer: Callable[[], float],
+    ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
+        self._mover = mover
+        self._costs = CostMeter(timer)
         self._operations: dict[Request, Operation] = {}
 
     def submit(self, operation: Operation) -> None:
@@ -49,15 +59,29 @@ class StepLoop:
         if step is None:
             return []
         events = list(step.refused)
+        if step.moves and not self._move(step):
+            return self._dispatch(events)
         if step.works:
             try:
-                result = self._runner.run(step.batch)
+                with self._costs.computing(step.batch.num_rows):
+                    result = self._runner.run(step.batch)
             except Exception:
                 _log.exception("a step of %d rows failed", step.batch.num_rows)
                 events += self.scheduler.roll_back(step)
             else:
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
+
+    def _move(self, step: Step) -> bool:
+        """Carries KV between tiers before a step; a step that misses some of it is abandoned."""
+        assert self._mover is not None
+        with self._costs.moving(len(step.moves)):
+            failed = self._mover.move(step.moves)
+        if failed:
+            _log.warning("%d blocks of KV could not be carried, and are recomputed", len(failed))
+            self.scheduler.abandon(step, failed)
+        self.scheduler.set_costs(self._costs.costs())
+        return not failed
 
     def end(self, request: Request) -> None:
         """Ends a request early; its operation knows why."""

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from agentkv.config import LimitsConfig
+from agentkv.core.block_move import BlockMove
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.views import ContextView
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -71,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.pending: list[Pending] = []
         self.fault = ""
         self.fault_in = 0
+        self.moves_until_lost = 0
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 8]),
@@ -78,14 +80,25 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([3, 8, 64]),
         budget=st.sampled_from([4, 16, 64]),
         watermark=st.sampled_from([0, 0, 1, 3]),
+        host_blocks=st.sampled_from([0, 3, 8, 40]),
+        disk_blocks=st.sampled_from([0, 0, 4, 30]),
     )
     def start(
-        self, block_size: int, num_blocks: int, chunk: int, budget: int, watermark: int
+        self,
+        block_size: int,
+        num_blocks: int,
+        chunk: int,
+        budget: int,
+        watermark: int,
+        host_blocks: int,
+        disk_blocks: int,
     ) -> None:
         self.watermark = watermark
         self.bench = Bench(
             num_blocks,
             block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks if host_blocks else 0,
             chunk=chunk,
             budget=budget,
             watermark=watermark,
@@ -95,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.bench.runner.before_step = lambda batch: self._fail("before")
         self.bench.runner.after_writes = lambda batch: self._fail("after")
+        self.bench.runner.loses = self._loses
         self.create(0, 0, [0, 1, 2, 0, 1], pinned=False, then=4)
         self.create(0, 3, [2] * 7, pinned=False, then=4)
 
@@ -207,6 +221,16 @@ class EngineMachine(RuleBasedStateMachine):
             del self.model[context_id][length:]
 
     @precondition(lambda self: self.model)
+    @rule(pick=picks, then=st.sampled_from([0, 1]))
+    def park(self, pick: int, then: int) -> None:
+        context_id = self._pick(pick)
+        before = self.bench.view(context_id)
+        with self._unchanged_if_refused(Reason.CONTEXT_BUSY):
+            view = self.bench.engine.park(TENANT, context_id)
+            assert view.length == before.length
+        self.step(then)
+
+    @precondition(lambda self: self.model)
     @rule(pick=picks, other=st.none() | picks, recursive=st.booleans())
     def release(self, pick: int, other: int | None, recursive: bool) -> None:
         ids = {self._pick(pick), self._pick(pick if other is None else other)}
@@ -251,11 +275,16 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.bench.engine.flush_cache()
-        assert self.bench.pool_view.cached == 0
+        view = self.bench.pool_view
+        assert view.cached == view.host.cached == view.disk.cached == 0
 
     @rule(moment=st.sampled_from(["before", "after"]), num_steps=st.integers(1, 12))
     def arm_fault(self, moment: str, num_steps: int) -> None:
         self.fault, self.fault_in = moment, num_steps
+
+    @rule(num_moves=st.integers(1, 12))
+    def arm_lost_move(self, num_moves: int) -> None:
+        self.moves_until_lost = num_moves
 
     @rule(chance=st.sampled_from([0, 0, 3, 7]))
     def arm_non_finite(self, chance: int) -> None:
@@ -315,6 +344,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.fault_in -= moment == "before"
         if moment == self.fault and self.fault_in == 0:
             raise StepFailed(moment)
+
+    def _loses(self, move: BlockMove) -> bool:
+        self.moves_until_lost -= 1
+        return self.moves_until_lost == 0
 
     @contextmanager
     def _unchanged_if_refused(self, *reasons: Reason) -> Iterator[None]:

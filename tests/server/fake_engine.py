@@ -93,6 +93,8 @@ class FakeContext:
             num_computed=max(len(self.tokens) - 1, 0),
             private_blocks=1,
             shared_blocks=2,
+            host_blocks=3,
+            disk_blocks=4,
             residency=Residency.DEVICE,
             pinned=False,
             has_head_logits=True,
