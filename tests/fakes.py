@@ -125,6 +125,10 @@ class FakeModelRunner:
         """Every move it was given, failed ones included."""
         self.loses: Callable[[BlockMove], bool] = lambda move: False
         """Tells the moves that fail, as a bad checksum would make them."""
+        self.fetching: list[Place] = []
+        """Disk blocks being read ahead."""
+        self.reads_at_once: Callable[[Place], bool] = lambda place: True
+        """Tells whose reading ends by the next step, rather than once somebody waits for it."""
 
     def run(self, batch: Batch) -> StepResult:
         """Copies, writes, reads and answers, in that order."""
@@ -168,6 +172,16 @@ class FakeModelRunner:
             else:
                 self.places[dst] = content
         return failed
+
+    def fetch(self, places: Sequence[Place]) -> None:
+        """Notes what is to be read ahead."""
+        self.fetching += places
+
+    def fetched(self, wait: float) -> Sequence[Place]:
+        """Ends reading what the hook lets through; a real disk would be waited for."""
+        done = [place for place in self.fetching if wait or self.reads_at_once(place)]
+        self.fetching = [place for place in self.fetching if place not in done]
+        return done
 
     def block(self, block_id: int) -> tuple[Kv | None, ...]:
         """The content of a block."""

@@ -112,7 +112,6 @@ def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
         block_ids = tree.pool.allocate(write.num_blocks)
         if write.is_copy:
             copies.append(_copy_block(tree, write.segment, block_ids))
-            tree.pool.guard(copies[-1].src_block_id)
         else:
             tree.residency.grow(write.segment, block_ids)
     return copies
@@ -194,6 +193,7 @@ def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> Bl
     computed = tree.num_computed(segment)
     boundary = computed - computed % tree.block_size
     source = _source(segment).blocks[-1]
+    tree.pool.guard(source)  # before anything below can give it back
     tree.strip(segment, segment.start)
     tree.rehang(segment, boundary)
     tree.residency.grow(segment, block_ids)

@@ -285,7 +285,7 @@ class ContextTree:
         is_cut = child.start % self.block_size != 0
         kept_end = child.num_kept if child.away else segment.num_kept
         below = self.lower.take_off(child)
-        if below and is_cut and segment.is_computed:
+        if below and is_cut and segment.is_computed and not child.blocks:
             # The child's first block away holds these few tokens too, and a block is in one tier.
             boundary = segment.end - segment.end % self.block_size
             self.strip(segment, max(segment.start, boundary))

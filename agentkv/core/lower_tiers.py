@@ -6,7 +6,7 @@ It does not decide when something moves, and does not change the shape of the tr
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from agentkv.core.block_move import LOWER_TIERS, BlockMove, MoveCosts, Place, Tier
@@ -41,6 +41,10 @@ class LowerTiers:
         self.costs = MoveCosts()
         self.moves: list[BlockMove] = []
         """Decided, and not handed to a step yet."""
+        self._fetches: dict[Place, None] = {}
+        """Disk blocks to be read ahead, and not handed to a step yet."""
+        self._fetching: set[Place] = set()
+        self._fetched: set[Place] = set()
         self.num_live = dict.fromkeys(LOWER_TIERS, 0)
         self._holders: dict[Place, int] = {}
         """Segments with contexts that list a place."""
@@ -104,6 +108,8 @@ class LowerTiers:
         """Takes a free block of a lower tier and notes that a block moves there."""
         (block_id,) = self.pools[tier].allocate(1)
         dst = Place(tier, block_id)
+        self._fetching.discard(dst)
+        self._fetched.discard(dst)
         self.moves.append(BlockMove(src, dst))
         return dst
 
@@ -112,6 +118,33 @@ class LowerTiers:
         moves = tuple(self.moves)
         self.moves.clear()
         return moves
+
+    # -- reading ahead -----------------------------------------------------------------------
+
+    def fetch(self, places: Iterable[Place]) -> bool:
+        """Has what is on disk read ahead; returns whether all of it has been read by now.
+
+        Reading a file may take long, so that no step waits for one.
+        """
+        awaited = [p for p in places if p.tier is Tier.DISK and p not in self._fetched]
+        for place in awaited:
+            if place not in self._fetching:
+                self._fetching.add(place)
+                self._fetches[place] = None
+        return not awaited
+
+    def on_fetched(self, places: Iterable[Place]) -> None:
+        """Notes that reading some places has ended, well or not: moving them tells."""
+        for place in places:
+            if place in self._fetching:  # else the place was given to another block meanwhile
+                self._fetching.remove(place)
+                self._fetched.add(place)
+
+    def take_fetches(self) -> tuple[Place, ...]:
+        """Hands over the places to read ahead since the last call."""
+        fetches = tuple(place for place in self._fetches if place in self._fetching)
+        self._fetches.clear()
+        return fetches
 
     # -- order of eviction -------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch import Batch, StepResult
 from agentkv.core.batch_builder import Work, build_batch
-from agentkv.core.block_move import BlockMove, MoveCosts, Tier
+from agentkv.core.block_move import BlockMove, MoveCosts, Place, Tier
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
@@ -32,6 +32,8 @@ class Step:
     refused: tuple[Event, ...]
     moves: tuple[BlockMove, ...] = ()
     """Done in order, before the batch's copies and writes."""
+    fetches: tuple[Place, ...] = ()
+    """Disk blocks to be read ahead; nobody waits for that in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +114,31 @@ class Scheduler:
             self._store.set_hold(context, Hold.TOKENS)
             self._parking[context] = None
 
+    def on_fetched(self, places: Sequence[Place]) -> None:
+        """Takes in that disk blocks have been read ahead, or cannot be read."""
+        self._tree.lower.on_fetched(places)
+
     def set_costs(self, costs: MoveCosts) -> None:
         """Says what moving and recomputing cost, as measured."""
         self._tree.lower.costs = costs
 
     def schedule(self) -> Step | None:
-        """Plans a step; None when there is nothing to do or to say."""
+        """Plans a step; None when there is nothing to do or to say, or only KV to wait for."""
         self._move_out_parked()
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
-        moves = self._tree.lower.take_moves()
-        if not works and not planner.refused and not moves:
-            assert not self.has_work, "requests are left, and none can go on"
+        moves, fetches = self._tree.lower.take_moves(), self._tree.lower.take_fetches()
+        if not (works or planner.refused or moves or fetches):
+            is_idle = planner.is_fetching or not self.has_work
+            assert is_idle, "requests are left, and none can go on"
             return None
         batch = build_batch(self._tree, works)
         self._num_copies += len(batch.copies)
         self._num_out += sum(move.src.tier is Tier.DEVICE for move in moves)
         self._num_back += sum(move.dst.tier is Tier.DEVICE for move in moves)
-        return Step(batch, tuple(works), tuple(planner.refused), moves)
+        return Step(batch, tuple(works), tuple(planner.refused), moves, fetches)
 
     def _move_out_parked(self) -> None:
         """Moves out what only parked contexts hold, leaf by leaf."""

@@ -7,6 +7,7 @@ token; what is left goes to chunks, oldest request first, then to requests that 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch_builder import Work
+from agentkv.core.block_move import Tier
 from agentkv.core.block_writes import apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.eviction import bring_back
@@ -32,6 +33,8 @@ class StepPlanner:
     ) -> None:
         self.works: list[Work] = []
         self.refused: list[Event] = []
+        self.is_fetching = False
+        """Whether somebody waits for KV to be read from disk."""
         self._tree = tree
         self._queues = queues
         self._admission = admission
@@ -47,11 +50,17 @@ class StepPlanner:
                 self._place(request)
 
     def admit_waiting(self) -> None:
-        """Starts waiting requests in order of arrival while blocks and budget allow."""
+        """Starts waiting requests in order of arrival while blocks and budget allow.
+
+        One whose KV is being read from disk lets those behind it go first.
+        """
         queues = self._queues
         max_running = min(self._config.max_running, self._config.token_budget)
-        while queues.waiting and len(queues.running) < max_running and self._chunk_budget > 0:
-            request = queues.waiting[0]
+        for request in list(queues.waiting):
+            if len(queues.running) >= max_running or self._chunk_budget <= 0:
+                return
+            if not self._is_fetched(request):
+                continue
             try:
                 self._admission.require_possible(request)
             except PoolExhausted as error:
@@ -78,6 +87,8 @@ class StepPlanner:
             self._chunk_budget -= num_rows
             if num_rows == 0:
                 return
+        if not self._is_fetched(request):
+            return
         if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
             return
         num_free = self._tree.pool.num_free
@@ -85,6 +96,16 @@ class StepPlanner:
         copies = apply_writes(self._tree, plan_writes(self._tree, tail, first + num_rows))
         num_taken = num_free - self._tree.pool.num_free
         self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
+
+    def _is_fetched(self, request: Request) -> bool:
+        """Whether nothing of a request's path has to be read from disk first."""
+        lower = self._tree.lower
+        if not lower.pools[Tier.DISK].num_blocks:
+            return True
+        path = self._tree.path(request.context.tail)
+        is_fetched = lower.fetch(place for segment in path for place in segment.away)
+        self.is_fetching |= not is_fetched
+        return is_fetched
 
     def _add(self, work: Work, num_blocks: int) -> None:
         request, tail = work.request, work.request.context.tail

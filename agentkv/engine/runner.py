@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from agentkv.core.batch import Batch, StepResult
-from agentkv.core.block_move import BlockMove
+from agentkv.core.block_move import BlockMove, Place
 
 
 class Runner(Protocol):
@@ -23,5 +23,17 @@ class Mover(Protocol):
 
         Returns:
             The moves that failed: their destination holds nothing that may be read.
+        """
+        ...
+
+    def fetch(self, places: Sequence[Place]) -> None:
+        """Begins to read disk blocks ahead, in the background."""
+        ...
+
+    def fetched(self, wait: float) -> Sequence[Place]:
+        """Answers the places whose reading has ended since the last call, well or not.
+
+        Args:
+            wait: Seconds to wait at most while there is none.
         """
         ...

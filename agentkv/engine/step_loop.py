@@ -11,6 +11,8 @@ from agentkv.engine.operations import Operation
 from agentkv.engine.runner import Mover, Runner
 from agentkv.errors import AgentKVError, NotFound, Reason
 
+FETCH_WAIT = 0.05
+"""Seconds that an otherwise idle loop waits for the disk before it looks for other work again."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,10 +57,15 @@ class StepLoop:
 
     def step(self) -> list[Operation]:
         """Runs one step; returns the operations that have news."""
+        self._take_in_fetched(0)
         step = self.scheduler.schedule()
         if step is None:
+            if self.scheduler.has_work:  # all that is left waits for the disk
+                self._take_in_fetched(FETCH_WAIT)
             return []
         events = list(step.refused)
+        if step.fetches and self._mover is not None:
+            self._mover.fetch(step.fetches)
         if step.moves and not self._move(step):
             return self._dispatch(events)
         if step.works:
@@ -71,6 +78,10 @@ class StepLoop:
             else:
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
+
+    def _take_in_fetched(self, wait: float) -> None:
+        if self._mover is not None:
+            self.scheduler.on_fetched(self._mover.fetched(wait))
 
     def _move(self, step: Step) -> bool:
         """Carries KV between tiers before a step; a step that misses some of it is abandoned."""

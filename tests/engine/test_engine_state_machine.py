@@ -109,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.bench.runner.before_step = lambda batch: self._fail("before")
         self.bench.runner.after_writes = lambda batch: self._fail("after")
         self.bench.runner.loses = self._loses
+        self.bench.runner.reads_at_once = lambda place: place.block_id % 3 > 0
         self.create(0, 0, [0, 1, 2, 0, 1], pinned=False, then=4)
         self.create(0, 3, [2] * 7, pinned=False, then=4)
 
