@@ -78,6 +78,7 @@ class LimitsConfig:
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+HOST_KV_DTYPE_NAMES = ("auto", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,18 @@ class EngineConfig:
     kv_dtype: str = "auto"
     """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
     the tokens of 16 bits, rounded to within a few percent of the logits' range; on a GPU only."""
+    host_blocks: int | None = None
+    """Blocks of the host tier, where KV goes that leaves the pool; 0: it is dropped instead, and
+    recomputed. None takes as many as the pool has, if a fifth of the free memory holds them."""
+    host_memory: int | None = None
+    """Bytes of the host tier, in place of `host_blocks`."""
+    host_kv_dtype: str = "auto"
+    """What KV is kept as on the host and on disk: `auto` is exact; `int8` takes about a quarter of
+    float32, rounded; on a CPU only."""
+    disk_dir: str | None = None
+    """Folder of the disk tier, below the host's; None: there is none."""
+    disk_bytes: int | None = None
+    """Most bytes of files there; None is 4 GiB."""
     graphs: bool | None = None
     """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
     fuse_weights: bool | None = None
@@ -141,6 +154,7 @@ class EngineConfig:
             self.kv_dtype in KV_DTYPE_NAMES,
             f"kv_dtype must be {', '.join(KV_DTYPE_NAMES)}; got {self.kv_dtype!r}.",
         )
+        self._check_tiers()
         if not self.is_on_gpu:
             self._refuse_on_cpu()
 
@@ -148,6 +162,40 @@ class EngineConfig:
     def is_on_gpu(self) -> bool:
         """Whether the device is a CUDA one."""
         return self.device.partition(":")[0] == "cuda"
+
+    def _check_tiers(self) -> None:
+        """Refuses tiers below the pool that cannot be.
+
+        Raises:
+            InvalidRequest: Names the option and why.
+        """
+        _require(
+            self.host_blocks is None or self.host_blocks >= 0, "host_blocks must not be negative."
+        )
+        for name in ("host_memory", "disk_bytes"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        _require(
+            self.host_blocks is None or self.host_memory is None,
+            "host_blocks and host_memory both size the host tier; set one of them.",
+        )
+        _require(
+            self.host_kv_dtype in HOST_KV_DTYPE_NAMES,
+            f"host_kv_dtype must be {', '.join(HOST_KV_DTYPE_NAMES)}; got {self.host_kv_dtype!r}.",
+        )
+        _require(
+            self.host_kv_dtype == "auto" or not self.is_on_gpu,
+            "host_kv_dtype is for the device cpu: a GPU's blocks are kept as they are; use "
+            "kv_dtype.",
+        )
+        _require(
+            self.disk_bytes is None or self.disk_dir is not None,
+            "disk_bytes bounds a disk tier; set disk_dir as well.",
+        )
+        _require(
+            self.disk_dir is None or self.host_blocks != 0,
+            "A disk tier needs a host tier above it: host_blocks must not be 0.",
+        )
 
     def _refuse_on_cpu(self) -> None:
         """Refuses what only a GPU can do.

@@ -183,6 +183,9 @@ class FakeModelRunner:
         self.fetching = [place for place in self.fetching if place not in done]
         return done
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def block(self, block_id: int) -> tuple[Kv | None, ...]:
         """The content of a block."""
         first = block_id * self.block_size

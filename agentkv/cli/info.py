@@ -28,6 +28,10 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
             f"{format_bytes(model.bytes_per_block)} each: {pool.live_blocks:,} live, "
             f"{pool.cached_blocks:,} cached, {pool.free_blocks:,} free"
         ),
+        "Parked": (
+            f"{pool.host_live_blocks:,} of {pool.host_total_blocks:,} blocks in host memory, "
+            f"{pool.disk_live_blocks:,} of {pool.disk_total_blocks:,} on disk"
+        ),
         "Since start": (
             f"{counters.computed_tokens:,} tokens computed, {counters.num_forks:,} forks, "
             f"{counters.num_block_copies:,} block copies, {counters.num_preemptions:,} preemptions"

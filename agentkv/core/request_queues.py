@@ -28,8 +28,9 @@ class RequestQueues:
         self.waiting.append(request)
 
     def start(self, request: Request) -> None:
-        """Lets a waiting request run."""
-        self.waiting.remove(request)
+        """Lets the first waiting request run."""
+        assert self.waiting[0] is request
+        del self.waiting[0]
         bisect.insort(self.running, request, key=lambda other: other.id)
         request.status = RequestStatus.RUNNING
         self._hold(request, Hold.FIRM)

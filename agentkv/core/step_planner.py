@@ -50,17 +50,11 @@ class StepPlanner:
                 self._place(request)
 
     def admit_waiting(self) -> None:
-        """Starts waiting requests in order of arrival while blocks and budget allow.
-
-        One whose KV is being read from disk lets those behind it go first.
-        """
+        """Starts waiting requests in order of arrival while blocks and budget allow."""
         queues = self._queues
         max_running = min(self._config.max_running, self._config.token_budget)
-        for request in list(queues.waiting):
-            if len(queues.running) >= max_running or self._chunk_budget <= 0:
-                return
-            if not self._is_fetched(request):
-                continue
+        while queues.waiting and len(queues.running) < max_running and self._chunk_budget > 0:
+            request = queues.waiting[0]
             try:
                 self._admission.require_possible(request)
             except PoolExhausted as error:
@@ -80,6 +74,8 @@ class StepPlanner:
                 self._add(Work(request, tail.end, tail.end, shared=sibling), 0)
             return
         settle(self._tree, tail)
+        if not self._is_fetched(request):
+            return
         first = self._first_row(request)
         num_rows = request.target - first
         if num_rows > 1:
@@ -87,8 +83,6 @@ class StepPlanner:
             self._chunk_budget -= num_rows
             if num_rows == 0:
                 return
-        if not self._is_fetched(request):
-            return
         if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
             return
         num_free = self._tree.pool.num_free
@@ -98,7 +92,11 @@ class StepPlanner:
         self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
 
     def _is_fetched(self, request: Request) -> bool:
-        """Whether nothing of a request's path has to be read from disk first."""
+        """Whether nothing of a request's path has to be read from disk first.
+
+        Until then the request runs without rows: its blocks are promised, and what it has in lower
+        tiers stays there.
+        """
         lower = self._tree.lower
         if not lower.pools[Tier.DISK].num_blocks:
             return True

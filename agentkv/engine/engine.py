@@ -415,6 +415,10 @@ class Engine:
         """Frees the KV of everything no context holds."""
         flush(self._tree)
 
+    def close(self) -> None:
+        """Gives back what the tiers below the pool hold outside this process's memory."""
+        self._loop.close()
+
     def check(self) -> None:
         """Asserts every invariant of the bookkeeping."""
         self._store.check()

@@ -132,6 +132,8 @@ class ModelFacts:
     dtype: str
     bytes_per_block: int
     has_chat_template: bool
+    host_bytes_per_block: int = 0
+    """Of a block in a lower tier; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,3 +37,7 @@ class Mover(Protocol):
             wait: Seconds to wait at most while there is none.
         """
         ...
+
+    def close(self) -> None:
+        """Gives back what outlives a step, such as files. Closing twice is fine."""
+        ...

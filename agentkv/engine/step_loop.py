@@ -79,6 +79,11 @@ class StepLoop:
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
 
+    def close(self) -> None:
+        """Closes the mover."""
+        if self._mover is not None:
+            self._mover.close()
+
     def _take_in_fetched(self, wait: float) -> None:
         if self._mover is not None:
             self.scheduler.on_fetched(self._mover.fetched(wait))
