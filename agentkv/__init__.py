@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -25,15 +26,29 @@ if TYPE_CHECKING:
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
+        LeaseInfo,
+        LeaseMode,
+        LeaseOptions,
+        LeaseReduction,
         PoolInfo,
+        PressureLevel,
         Released,
         Residency,
         Usage,
     )
+    from agentkv.client.watch_events import (
+        ChangeKind,
+        ContextChange,
+        PressureChange,
+        WatchSnapshot,
+    )
+    from agentkv.client.watch_stream import AsyncWatchStream, WatchStream
     from agentkv.errors import (
         AgentKVError,
         Cancelled,
@@ -64,6 +79,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -71,15 +87,29 @@ _HOMES = {
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
+        "LeaseInfo",
+        "LeaseMode",
+        "LeaseOptions",
+        "LeaseReduction",
         "PoolInfo",
+        "PressureLevel",
         "Released",
         "Residency",
         "Usage",
     ),
+    "agentkv.client.watch_events": (
+        "ChangeKind",
+        "ContextChange",
+        "PressureChange",
+        "WatchSnapshot",
+    ),
+    "agentkv.client.watch_stream": ("AsyncWatchStream", "WatchStream"),
     "agentkv.errors": (
         "AgentKVError",
         "Cancelled",
@@ -109,13 +139,18 @@ __all__ = [
     "AsyncContextGroup",
     "AsyncContextHandle",
     "AsyncGenerateStream",
+    "AsyncWatchStream",
+    "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "ChangeKind",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
     "ContextBusy",
+    "ContextChange",
     "ContextGroup",
     "ContextHandle",
     "ContextInfo",
@@ -130,11 +165,18 @@ __all__ = [
     "GeneratedBranch",
     "InternalError",
     "InvalidRequest",
+    "LeaseInfo",
+    "LeaseMode",
+    "LeaseOptions",
+    "LeaseReduction",
     "LimitsInfo",
     "ModelInfo",
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
+    "PressureChange",
+    "PressureLevel",
+    "QuotaInfo",
     "Reason",
     "Released",
     "Residency",
@@ -143,10 +185,16 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tier",
+    "TierUsage",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
+    "UsageInfo",
+    "WatchSnapshot",
+    "WatchStream",
 ]
 
 

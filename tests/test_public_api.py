@@ -14,9 +14,13 @@ PUBLIC = {
     *("AsyncGenerateStream", "AsyncBranchStream"),
     *("RetryPolicy", "SamplingOptions", "SamplingParams"),
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
+    *("TopLogprobs", "Choice"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
-    *("AgentKVError", "Reason"),
+    *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
+    *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),
+    *("ChangeKind", "AgentKVError", "Reason"),
+    *("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }
 

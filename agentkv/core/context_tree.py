@@ -20,6 +20,7 @@ from agentkv.core.block_move import Place
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.head_logits import KEPT_HEADS, HeadLogits
 from agentkv.core.lower_tiers import LowerTiers
+from agentkv.core.occupancy import Readings
 from agentkv.core.residency import Residency
 from agentkv.core.segment import Hold, Segment
 from agentkv.core.tree_audit import check_tree
@@ -93,7 +94,11 @@ class ContextTree:
             return tail
         child = Segment(next(self._ids), tail.end, array("I", tokens), tail)
         tail.children[child] = None
-        self.attach(child, hold)
+        child.num_contexts = 1
+        self.residency.hold(child, Hold.TOKENS, hold)
+        for occupancy in self.residency.occupancies:
+            if hold >= occupancy.level:
+                occupancy.begin(child)
         tail.num_contexts -= 1
         self.residency.unhold(tail, Hold.TOKENS, hold)
         return child
@@ -106,15 +111,30 @@ class ContextTree:
             self.detach(tail, hold)
         return target
 
-    def attach(self, tail: Segment, hold: Hold, count: int = 1) -> None:
-        """Lets `count` more contexts end here, each held at this level."""
-        if count:
-            tail.num_contexts += count
-            self.residency.hold(tail, Hold.TOKENS, hold, count)
+    def attach(self, tail: Segment, hold: Hold, count: int = 1) -> Readings:
+        """Lets `count` more contexts end here, each held at this level.
+
+        Returns:
+            What their bills begin with.
+        """
+        if not count:
+            return ()
+        tail.num_contexts += count
+        self.residency.hold(tail, Hold.TOKENS, hold, count)
+        return tuple(
+            [
+                (occupancy.tier, occupancy.hold(tail, count))
+                for occupancy in self.residency.occupancies
+                if hold >= occupancy.level
+            ]
+        )
 
     def detach(self, tail: Segment, hold: Hold) -> None:
         """Lets go of one context's path: what nobody holds becomes prefix cache or is freed."""
         self.touch(tail)
+        for occupancy in self.residency.occupancies:
+            if hold >= occupancy.level:
+                occupancy.let_go(tail)
         tail.num_contexts -= 1
         self.residency.unhold(tail, Hold.TOKENS, hold)
         self.retire(tail)
@@ -125,6 +145,11 @@ class ContextTree:
             self.residency.hold(tail, Hold(old + 1), new)
         elif new < old:
             self.residency.unhold(tail, Hold(new + 1), old)
+        for occupancy in self.residency.occupancies:
+            if old < occupancy.level <= new:
+                occupancy.hold(tail)
+            elif new < occupancy.level <= old:
+                occupancy.let_go(tail)
 
     def touch(self, tail: Segment) -> int:
         """Makes this path the most recently used; returns the logical time."""
@@ -185,6 +210,18 @@ class ContextTree:
             kept, node = node.num_kept, node.parent
         return kept
 
+    def num_blocks_at(self, key: Hashable, level: Hold) -> int:
+        """Counts the blocks that paths held at a level take below one root, once all is computed.
+
+        What they share counts once. Costs a walk over those paths.
+        """
+        size, count, nodes = self.block_size, 0, [self.root(key)]
+        while nodes:
+            node = nodes.pop()
+            count += -(-node.end // size) + -node.start // size  # a cut block is the upper part's
+            nodes.extend(child for child in node.children if child.holds[level])
+        return count
+
     def __iter__(self) -> Iterator[Segment]:
         """Walks all segments but the roots, parents before children."""
         for root in self._roots.values():
@@ -243,6 +280,8 @@ class ContextTree:
                 below_away.insert(0, above_away[-1])
             self.lower.set_away(upper, above_away, min(kept_end, position))
             self.lower.set_away(segment, below_away, kept_end)
+        for occupancy in self.residency.occupancies:
+            occupancy.split(upper, segment)
         for part in (upper, segment):
             prefix_match.index(part, size)
         self.residency.offer(upper)
@@ -274,6 +313,8 @@ class ContextTree:
         del parent.children[segment]
         parent.children[child] = None
         child.parent = parent
+        for occupancy in self.residency.occupancies:
+            occupancy.join(segment, child)
         self.heads.drop(segment)
         if away:
             self.lower.set_away(child, away, kept_end)
@@ -321,6 +362,8 @@ class ContextTree:
         for level in Hold:
             if segment.holds[level]:
                 self.residency.hold(above, level, level)
+        for occupancy in self.residency.occupancies:
+            occupancy.rehang(segment, above)
         del old.children[segment]
         above.children[segment] = None
         segment.parent = above
@@ -389,6 +432,11 @@ class ContextTree:
         assert segment.parent is not None
         del segment.parent.children[segment]
         self.heads.drop(segment)
+
+    @property
+    def roots(self) -> Iterable[Segment]:
+        """The empty segments that all paths begin with."""
+        return self._roots.values()
 
     def check(self) -> None:
         """Asserts every invariant; costs a walk over all segments."""

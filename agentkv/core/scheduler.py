@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
-from agentkv.core.batch import Batch, StepResult
+from agentkv.core.batch import Batch, Sampled, StepResult
 from agentkv.core.batch_builder import Work, build_batch
 from agentkv.core.block_move import BlockMove, MoveCosts, Place, Tier
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.eviction import forget, move_out
+from agentkv.core.lease import LeaseMode
 from agentkv.core.request import Event, FinishReason, Request
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
@@ -57,7 +58,9 @@ class Scheduler:
 
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
+        self._store = store
         self._tree = store.tree
+        self._ledger = store.ledger
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
@@ -102,16 +105,18 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Ends a request early: its context stays at its last committed token."""
         self.queues.finish(request)
+        self.park_if_leased(request.context)
 
-    def park(self, context: Context) -> None:
-        """Lets an idle context's KV leave the device at the next step; answers at once.
+    def park_if_leased(self, context: Context) -> None:
+        """Lets the KV of an idle context with a PARK lease leave the device at the next step.
 
-        What other contexts keep stays, and so does what the host has no room for or what is
-        computed again sooner than carried: that gives way first from now on. Any use of the context
-        brings it back. Parking a context that is pinned or in use changes nothing.
+        Answers at once. What other contexts keep stays, and so does what the host has no room for
+        or what is computed again sooner than carried. Any use of the context brings it back.
         """
-        if context.request is None and not context.is_pinned:
+        is_parked = context.lease.mode is LeaseMode.PARK and context.request is None
+        if is_parked and not context.is_released and self._tree.lower.takes_blocks:
             self._store.set_hold(context, Hold.TOKENS)
+            context.has_given_way = True
             self._parking[context] = None
 
     def on_fetched(self, places: Sequence[Place]) -> None:
@@ -126,6 +131,7 @@ class Scheduler:
         """Plans a step; None when there is nothing to do or to say, or only KV to wait for."""
         self._move_out_parked()
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
@@ -165,16 +171,17 @@ class Scheduler:
         for work in step.works:
             commit_writes(self._tree, work.request.context.tail, work.upto)
             work.request.computed_tokens += work.num_rows
+            self._count(work)
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
         events = []
         for work in step.works:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
-                token, logprob, failed = next(samples)
-                events.append(self._commit_token(work.request, token, logprob, failed))
+                events.append(self._commit_token(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
-                work.request.context.length = work.request.context.tail.end
+                context = work.request.context
+                self._store.set_length(context, context.tail.end)
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -211,6 +218,11 @@ class Scheduler:
             events.append(Event(work.request, finish=FinishReason.ERROR, error=error))
         return events
 
+    def _count(self, work: Work) -> None:
+        context = work.request.context
+        self._ledger.count_reuse(context, work.request.cached_tokens or 0)
+        self._ledger.count_rows(context, work.first, work.upto, len(work.copies))
+
     def _record_scores(self, work: Work, logprobs: list[float]) -> None:
         request = work.request
         if request.next_scored is not None:
@@ -218,23 +230,24 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_token(
-        self, request: Request, token: int, logprob: float | None, failed: bool
-    ) -> Event:
-        context, params = request.context, request.params
+    def _commit_token(self, request: Request, sampled: Sampled) -> Event:
+        context, params, token = request.context, request.params, sampled.token
         assert params is not None
-        if failed:
+        if sampled.failed:
             error = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
             )
             return Event(request, finish=FinishReason.ERROR, error=error)
         context.tail = self._tree.append(context.tail, (token,), context.hold)
-        context.length += 1
+        self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
+        context.bill.generated_tokens += 1
+        if request.counter is not None:
+            request.counter.add(token)
         finish = None
         if token in request.end_token_ids:
             finish = FinishReason.STOP
         elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
             finish = FinishReason.LENGTH
-        return Event(request, token, logprob, finish)
+        return Event(request, token, sampled.logprob, finish, top=sampled.top)

@@ -49,6 +49,7 @@ class Segment:
         "away",
         "blocks",
         "children",
+        "held_below",
         "holds",
         "id",
         "index",
@@ -60,6 +61,7 @@ class Segment:
         "num_contexts",
         "num_kv_children",
         "parent",
+        "root",
         "start",
         "tokens",
     )
@@ -69,6 +71,7 @@ class Segment:
         self.start = start
         self.tokens = tokens
         self.parent = parent
+        self.root: Segment = self if parent is None else parent.root
         self.children: dict[Segment, None] = {}
         self.blocks: list[int] = []
         self.num_computed = start
@@ -81,6 +84,8 @@ class Segment:
         """Contexts whose tail this is."""
         self.holds = [0] * len(Hold)
         """Per level: contexts here, and children that are held, at that level or above."""
+        self.held_below: list[int] = [0] * len(Hold) if parent is None else parent.held_below
+        """Per level: blocks held below this root; one list for all its segments."""
         self.num_kv_children = 0
         """Children that have KV on the device."""
         self.num_away_children: dict[Tier, int] = dict.fromkeys(LOWER_TIERS, 0)

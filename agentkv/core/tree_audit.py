@@ -31,7 +31,14 @@ def check_tree(tree: "ContextTree") -> None:
                 held[level] += segment.num_owned(tree.block_size)
     assert counts == [tree.pool.count(block_id) for block_id in range(len(counts))]
     assert held == tree.residency.held, "blocks held per level drifted"
+    for level in Hold:
+        below = sum(root.held_below[level] for root in tree.roots)
+        assert held[level] == below, "blocks held per root drifted"
     assert used_slots == tree.residency.used_slots, "used slots drifted"
+    for occupancy in tree.residency.occupancies:
+        occupancy.check(tree, tree.residency.held[occupancy.level])
+    for root in tree.roots:
+        assert len(root.tokens) == 0 and not root.blocks and root.start == 0
     _check_lower(tree)
 
 

@@ -1,6 +1,7 @@
 """The loop: requests in, steps, events out to the operations they belong to."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
@@ -28,12 +29,15 @@ class StepLoop:
         scheduler: Scheduler,
         runner: Runner,
         store: ContextStore,
-        mover: Mover | None,
-        timer: Callable[[], float],
+        tick: Callable[[], None] = lambda: None,
+        *,
+        mover: Mover | None = None,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
+        self._tick = tick
         self._mover = mover
         self._costs = CostMeter(timer)
         self._operations: dict[Request, Operation] = {}
@@ -57,6 +61,7 @@ class StepLoop:
 
     def step(self) -> list[Operation]:
         """Runs one step; returns the operations that have news."""
+        self._tick()
         self._take_in_fetched(0)
         step = self.scheduler.schedule()
         if step is None:
@@ -74,8 +79,10 @@ class StepLoop:
                     result = self._runner.run(step.batch)
             except Exception:
                 _log.exception("a step of %d rows failed", step.batch.num_rows)
+                self._tick()
                 events += self.scheduler.roll_back(step)
             else:
+                self._tick()
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import TENANT, Bench, finish_of, numbers, tokens_of
+from bench import PARK, TENANT, Bench, finish_of, numbers, tokens_of
 from fakes import continuation
 from tiny_engines import TinyEngine
 from tiny_models import VOCAB_SIZE, build_tiny_model
@@ -33,7 +33,7 @@ def generate(made: TinyEngine, context_id: str, length: int) -> None:
 
 def park(made: TinyEngine, context_id: str) -> None:
     """Parks, lets the KV leave, and poisons what it left."""
-    made.engine.park(TENANT, context_id)
+    made.engine.update_lease(TENANT, context_id, PARK)
     made.engine.step()
     made.engine.check()
     made.poison_free()
@@ -206,7 +206,7 @@ def test_case_057_parked_contexts_do_not_wedge_the_pool(host_blocks: int) -> Non
     prompts = [numbers(number, 48) for number in range(3)]
     idle = [bench.create(prompt) for prompt in prompts]
     for context in idle:
-        bench.engine.park(TENANT, context)
+        bench.engine.update_lease(TENANT, context, PARK)
     newcomer = numbers(5, 64)
     operations = [bench.engine.create(TENANT, newcomer)]
     bench.step()

@@ -1,7 +1,7 @@
 """KV that leaves the device: where it goes, what stays shared, and what comes back."""
 
 import pytest
-from bench import TENANT, Bench, numbers
+from bench import PARK, TENANT, Bench, numbers
 from fakes import continuation
 
 from agentkv.core.block_move import MoveCosts, Tier
@@ -50,7 +50,7 @@ def test_a_shared_prefix_moves_once() -> None:
     for number, child in enumerate(children):
         bench.extend(child, numbers(10 + number, 6))
     for context in (parent, *children):
-        bench.engine.park(TENANT, context)
+        bench.engine.update_lease(TENANT, context, PARK)
     bench.step()
     assert bench.live == bench.pool_view.cached == 0
     # 5 blocks of the prefix, and 2 of each branch: one begins with a copy of the prefix's end.
@@ -75,12 +75,20 @@ def test_what_others_keep_stays_on_the_device() -> None:
     bench.end()
 
 
-def test_pinned_and_busy_contexts_are_not_parked() -> None:
-    """Catches a park that moves what must stay."""
+def test_a_context_parked_while_it_runs_leaves_when_its_request_ends() -> None:
+    """Catches KV moved from under a request, and a park that is forgotten."""
     bench = Bench(num_blocks=16, block_size=4, host_blocks=16)
-    pinned = bench.create(numbers(1, 8), pinned=True)
-    assert bench.engine.park(TENANT, pinned).num_computed == 8
-    assert not bench.engine.has_work and not bench.runner.moves
+    prompt = numbers(1, 8)
+    context = bench.create(prompt)
+    stream = bench.start(context, 6)
+    bench.steps(2)
+    bench.engine.update_lease(TENANT, context, PARK)
+    bench.step()
+    assert not stream.is_done and not bench.runner.moves
+    bench.finish(stream)
+    bench.drain()
+    assert bench.view(context).residency is Residency.HOST
+    assert bench.tokens(context) == prompt + continuation(prompt, 6)
     bench.end()
 
 
@@ -88,7 +96,7 @@ def test_without_a_host_tier_parked_kv_gives_way_first() -> None:
     """Catches a park that loses KV at once although nobody needs the room."""
     bench = Bench(num_blocks=6, block_size=4)
     first, second = bench.create(numbers(1, 8)), bench.create(numbers(2, 8))
-    bench.engine.park(TENANT, second)
+    bench.engine.update_lease(TENANT, second, PARK)
     bench.step()
     assert bench.view(second).num_computed == 8
     bench.create(numbers(3, 16))

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from bench import PARK
 from fakes import FakeModelRunner, make_engine
 
 from agentkv.config import SchedulerConfig
@@ -41,7 +42,7 @@ def agent(engine: Engine, dice: random.Random, tenant: str) -> Iterator[Operatio
         elif verb == "generate" and length < 100:
             yield engine.generate(tenant, context, SamplingParams(max_tokens=dice.randint(1, 12)))
         elif verb == "park":
-            engine.park(tenant, context)
+            engine.update_lease(tenant, context, PARK)
             yield dice.randint(1, 40)
         elif verb == "release" and len(mine) > 1:
             mine.remove(context)

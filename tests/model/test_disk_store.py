@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench import PARK
 from tiny_engines import TinyEngine
 from tiny_models import VOCAB_SIZE, build_tiny_model
 from torch import Tensor
@@ -140,10 +141,10 @@ def test_a_context_comes_back_from_disk_exactly(tmp_path: Path) -> None:
     )
     prompt = [(5 * i + 1) % VOCAB_SIZE for i in range(18)]
     context = made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id
-    made.engine.park(TENANT, context)
+    made.engine.update_lease(TENANT, context, PARK)
     made.engine.step()
     other = made.engine.run(made.engine.create(TENANT, prompt[::-1])).answer.context.id
-    made.engine.park(TENANT, other)
+    made.engine.update_lease(TENANT, other, PARK)
     made.engine.step()
     made.poison_free()
     assert made.engine.get(TENANT, context).residency is Residency.DISK
