@@ -54,7 +54,7 @@ def build_engine_for(
     tiers = build_tiers(runner.kv, config)
     return Engine(
         runner,
-        _facts(loaded, config, runner.kv, tokenizer, tiers),
+        _facts(loaded, serving, runner.kv, tokenizer, tiers),
         tokenizer,
         pool=PoolConfig(
             num_blocks=num_blocks,
@@ -82,7 +82,7 @@ def _new_handles() -> Callable[[], str]:
 
 def _facts(
     loaded: LoadedModel,
-    config: EngineConfig,
+    serving: ServingModel,
     kv: KVCache,
     tokenizer: Tokenizer,
     tiers: BuiltTiers,
@@ -91,10 +91,12 @@ def _facts(
         name=loaded.name,
         architecture=loaded.architecture,
         vocab_size=loaded.vocab_size,
-        max_length=min(loaded.max_length, config.max_length or loaded.max_length),
+        max_length=min(loaded.max_length, serving.config.max_length or loaded.max_length),
         num_layers=loaded.num_layers,
         dtype=str(loaded.dtype).removeprefix("torch."),
         bytes_per_block=kv.bytes_per_block,
         host_bytes_per_block=tiers.bytes_per_row,
         has_chat_template=tokenizer.has_chat_template,
+        weights=serving.weights.kind,
+        weight_bytes=serving.weights.num_bytes,
     )
