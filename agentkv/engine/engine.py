@@ -35,6 +35,8 @@ from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Runner
+from agentkv.engine.snapshot_desk import KVPorter, SnapshotDesk
+from agentkv.engine.snapshot_store import SnapshotFolder
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.errors import AgentKVError, NotFound
@@ -63,6 +65,8 @@ class Engine:
         leases: LeaseConfig,
         pressure: PressureConfig,
         quotas: QuotasConfig | None = None,
+        porter: KVPorter | None = None,
+        snapshot_folder: SnapshotFolder | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
@@ -86,6 +90,10 @@ class Engine:
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
+        self.snapshot_folder = snapshot_folder
+        self.snapshots = SnapshotDesk(
+            self._store, self._leases, facts, limits, clock, self._tick, porter
+        )
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -380,6 +388,24 @@ class Engine:
         contexts = self._store.descendants(context) if recursive else [context]
         self._leases.update(contexts, terms, self._clock())
         return Leased(self._store.view(context), len(contexts), self.pool_view())
+
+    # -- durability --------------------------------------------------------------------------
+
+    def find_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object
+    ) -> object | None:
+        """Finds the answer to an earlier call with this id; None when there is none.
+
+        Raises:
+            InvalidRequest: The id was used with another body.
+        """
+        return self._replies.find(tenant, method, request_id, body, self._clock())
+
+    def record_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object, answer: object
+    ) -> None:
+        """Remembers an answer for a repeat of the call."""
+        self._replies.record(tenant, method, request_id, body, answer, self._clock())
 
     # -- observers ---------------------------------------------------------------------------
 
