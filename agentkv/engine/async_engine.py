@@ -23,11 +23,14 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
-from agentkv.engine.snapshots import Restored, Saved, Snapshots, SnapshotView
+from agentkv.engine.snapshots import Snapshots
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 

@@ -10,18 +10,17 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.tree_image import TreeImage, check_image
 from agentkv.core.tree_planting import Planting
-from agentkv.core.views import ContextView, PoolView
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
+from agentkv.engine.outputs import Restored, Saved, SnapshotView
 from agentkv.engine.snapshot_desk import Saving
 from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
 from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
@@ -35,44 +34,6 @@ PIECE_BYTES = 32 << 20
 MAX_HEADER = 1 << 16
 """Bytes of a file beside its tensors, at most."""
 _Answer = TypeVar("_Answer")
-
-
-class SnapshotView(NamedTuple):
-    """A snapshot as its owner sees it."""
-
-    name: str
-    create_time: float
-    """Seconds since the epoch."""
-    model_name: str
-    num_contexts: int
-    num_tokens: int
-    """Tokens, shared ones once."""
-    num_kv_tokens: int
-    """Those of them whose KV it holds."""
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Answer of Save."""
-
-    snapshot: SnapshotView
-    pool: PoolView
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Answer of Restore."""
-
-    contexts: tuple[ContextView, ...]
-    """Ancestors first."""
-    saved_ids: tuple[str, ...]
-    """Their handles when they were saved, in the same order."""
-    num_kv_tokens: int
-    """Tokens whose KV came back; the others are computed at the next use."""
-    kv_refusal: str
-    """Why KV that the snapshot has was not used; empty when all of it was, or none was wanted."""
-    pool: PoolView
 
 
 class Snapshots:

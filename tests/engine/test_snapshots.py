@@ -14,9 +14,8 @@ from tiny_models import build_tiny_model
 from agentkv.config import SnapshotConfig
 from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.async_engine import AsyncEngine
-from agentkv.engine.outputs import Chunk
+from agentkv.engine.outputs import Chunk, Restored
 from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
-from agentkv.engine.snapshots import Restored
 from agentkv.errors import AgentKVError, Reason
 from agentkv.model.fingerprint import Fingerprint
 from agentkv.sampling_params import SamplingParams
