@@ -21,8 +21,8 @@ def save(
 ) -> Operation[SnapshotInfo]:
     """Saves a context or a tree.
 
-    It is repeated when the server cannot be reached. Without `overwrite`, a repeat may find the name
-    in use by what the attempt before it wrote; the error says that this may be so.
+    It is repeated when the server cannot be reached. Without `overwrite`, a repeat may find the
+    name in use by what the attempt before it wrote; the error says that this may be so.
     """
     request = messages.save(
         context_id, name, recursive=recursive, tokens_only=not with_kv, overwrite=overwrite

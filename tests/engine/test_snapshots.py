@@ -1,105 +1,14 @@
 """Save and Restore on real tiny models: what comes back is what was saved, and goes on alike."""
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
-from tiny_engines import TinyEngine
-from tiny_models import build_tiny_model
+from snapshot_engines import TENANT, generate, grow, run, shape_of, tiny
 
-from agentkv.config import SnapshotConfig
-from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.async_engine import AsyncEngine
-from agentkv.engine.outputs import Chunk, Restored
-from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
-from agentkv.errors import AgentKVError, Reason
-from agentkv.model.fingerprint import Fingerprint
-from agentkv.sampling_params import SamplingParams
-
-TENANT = "tenant"
-MODEL = Fingerprint("Tiny", "float32", "config", "weights", "tokenizer")
-AnswerT = TypeVar("AnswerT")
-
-
-def tiny(
-    folder: Path,
-    *,
-    num_blocks: int = 64,
-    block_size: int = 4,
-    model: Fingerprint = MODEL,
-    max_bytes: int = 1 << 30,
-    max_count: int = 100,
-    family: str = "llama",
-) -> TinyEngine:
-    config = SnapshotConfig(dir=str(folder), max_bytes=max_bytes, max_count=max_count)
-    return TinyEngine(
-        build_tiny_model(family),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        snapshot_folder=SnapshotFolder(SnapshotStore(config), model),
-    )
-
-
-def run(engine: TinyEngine, work: Callable[[AsyncEngine], Awaitable[AnswerT]]) -> AnswerT:
-    async def main() -> AnswerT:
-        served = AsyncEngine(engine.engine)
-        await served.start()
-        try:
-            return await work(served)
-        finally:
-            await served.stop()
-
-    answer = asyncio.run(main())
-    engine.engine.check()
-    return answer
-
-
-async def generate(
-    engine: AsyncEngine, context_id: str, count: int, *, seed: int | None = None
-) -> list[int]:
-    params = SamplingParams(max_tokens=count, temperature=0.0 if seed is None else 1.0, seed=seed)
-    tokens: list[int] = []
-    async with engine.generate(TENANT, context_id, params) as stream:
-        async for updates in stream:
-            for update in updates:
-                if isinstance(update, Chunk):
-                    tokens.extend(update.token_ids)
-    return tokens
-
-
-async def grow(engine: AsyncEngine) -> str:
-    """Makes a root with branches at its head, inside a block and at a block's end."""
-    root = (await engine.create(TENANT, range(1, 15), labels={"who": "root"})).context
-    head = (await engine.fork(TENANT, root.id, count=2)).contexts
-    early = (await engine.fork(TENANT, root.id, at=6, labels={"who": "early"})).contexts[0]
-    whole = (await engine.fork(TENANT, root.id, at=8)).contexts[0]
-    await generate(engine, head[0].id, 5)
-    await engine.extend(TENANT, early.id, [40, 41, 42])
-    await engine.extend(TENANT, whole.id, [50])
-    await engine.fork(TENANT, early.id, at=7, lease=LeaseTerms(LeaseMode.DROPPABLE, 77.0))
-    return root.id
-
-
-async def shape_of(engine: AsyncEngine, root_id: str) -> list[tuple[object, ...]]:
-    """Describes a tree by everything but its handles."""
-    page = await engine.list(TENANT, root_id=root_id)
-    order = {view.id: number for number, view in enumerate(page.contexts)}
-    return [
-        (
-            order.get(view.parent_id or ""),
-            view.fork_position,
-            view.depth,
-            view.labels,
-            view.lease.mode,
-            view.lease.ttl,
-            (await engine.tokens(TENANT, view.id)).token_ids,
-        )
-        for view in page.contexts
-    ]
+from agentkv.engine.outputs import Restored
 
 
 @pytest.mark.parametrize("with_kv", [True, False])
@@ -214,68 +123,3 @@ def test_random_trees_come_back(tmp_path: Path, seed: int) -> None:
 async def _goes_on(engine: AsyncEngine, id: str) -> tuple[tuple[int, ...], list[int]]:
     tokens = (await engine.tokens(TENANT, id)).token_ids
     return tokens, await generate(engine, id, 3, seed=9) if tokens else []
-
-
-def refusal(engine: TinyEngine, work: Callable[[AsyncEngine], Awaitable[object]]) -> AgentKVError:
-    """Runs what should be refused; checks that nothing is left of it."""
-
-    async def main(served: AsyncEngine) -> AgentKVError:
-        with pytest.raises(AgentKVError) as refused:
-            await work(served)
-        view = await served.view()
-        assert view.num_contexts == 0
-        assert view.pool.free == view.pool.total
-        return refused.value
-
-    return run(engine, main)
-
-
-def saved(folder: Path, *, recursive: bool = True) -> Path:
-    """Saves a tree, and returns the tenant's folder."""
-
-    async def save(engine: AsyncEngine) -> None:
-        await engine.save(TENANT, await grow(engine), "tree", recursive=recursive)
-
-    run(tiny(folder), save)
-    (tenant,) = folder.iterdir()
-    return tenant
-
-
-def restoring(engine: AsyncEngine) -> Awaitable[object]:
-    return engine.restore(TENANT, "tree")
-
-
-def test_a_snapshot_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    """Would catch KV, or tokens, handed to a model that reads them differently."""
-    saved(tmp_path)
-    other = Fingerprint("Tiny", "float32", "config", "OTHER", "tokenizer")
-    error = refusal(tiny(tmp_path, model=other), restoring)
-    assert error.reason is Reason.MODEL_MISMATCH
-    assert error.metadata["differences"] == "weights"
-
-
-def test_kv_of_another_block_size_is_computed_again(tmp_path: Path) -> None:
-    """Would catch a refusal, or a misread, where tokens are all that is needed."""
-    saved(tmp_path)
-
-    async def restore(engine: AsyncEngine) -> tuple[Restored, list[int]]:
-        restored = await engine.restore(TENANT, "tree")
-        return restored, await generate(engine, restored.contexts[0].id, 4)
-
-    restored, tokens = run(tiny(tmp_path, block_size=8), restore)
-    assert restored.num_kv_tokens == 0
-    assert "8" in restored.kv_refusal
-    assert len(tokens) == 4
-
-
-def test_a_full_pool_restores_tokens_and_as_much_kv_as_there_is_room_for(tmp_path: Path) -> None:
-    """Would catch a restore that fails, or takes blocks from others, for want of room."""
-    saved(tmp_path)
-
-    async def restore(engine: AsyncEngine) -> tuple[int, list[int]]:
-        restored = await engine.restore(TENANT, "tree")
-        return restored.num_kv_tokens, await generate(engine, restored.contexts[0].id, 2)
-
-    num_kv_tokens, tokens = run(tiny(tmp_path, num_blocks=5), restore)
-    assert 0 < num_kv_tokens <= 20
-    assert len(tokens) == 2
