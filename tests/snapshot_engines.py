@@ -13,10 +13,10 @@ from tiny_models import build_tiny_model
 
 from agentkv.config import SnapshotConfig
 from agentkv.core.lease import LeaseMode, LeaseTerms
+from agentkv.core.model_identity import Fingerprint
 from agentkv.engine.async_engine import AsyncEngine
 from agentkv.engine.outputs import Chunk
 from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
-from agentkv.model.fingerprint import Fingerprint
 from agentkv.sampling_params import SamplingParams
 
 TENANT = "tenant"

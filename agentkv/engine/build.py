@@ -5,6 +5,7 @@ Everything that happens once, at start. Nothing here runs again.
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -44,11 +45,15 @@ def build_engine_for(
     loaded: LoadedModel, config: EngineConfig, report: Callable[[str], None] = lambda _: None
 ) -> Engine:
     """Makes an engine for a model that is loaded already; otherwise as `build_engine`."""
-    snapshot_folder = None
-    if config.snapshots.dir is not None:  # before the weights are packed
+    identity = None
+    if config.snapshots.dir is not None:  # before the weights are packed or rounded
         report("Taking the model's fingerprint")
-        snapshot_folder = SnapshotFolder(SnapshotStore(config.snapshots), fingerprint(loaded))
+        identity = fingerprint(loaded)
     serving = ServingModel.prepare(loaded, config, report)
+    snapshot_folder = None
+    if identity is not None:
+        served = replace(identity, dtype=f"{identity.dtype}, weights {serving.weights.kind}")
+        snapshot_folder = SnapshotFolder(SnapshotStore(config.snapshots), served)
     if config.is_on_gpu:
         report("Measuring the largest step")
     facts = serving.measure(memory_of(loaded.device))

@@ -4,6 +4,7 @@ Each method is short, however large the tree: KV passes in pieces. Files are `sn
 affair, and the order of it all is `snapshots`'.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,20 +20,20 @@ from agentkv.core.tree_planting import Planting
 from agentkv.core.views import ContextView
 from agentkv.engine.outputs import ModelFacts
 from agentkv.errors import AgentKVError, ContextBusy, InvalidRequest, Reason
-from agentkv.model.kv_image import Parts
+
+Parts = object
+"""KV of some blocks on the host; what it is, the porter knows."""
 
 
 class KVPorter(Protocol):
-    """Carries KV of blocks between the pool and the host."""
+    """Carries KV of blocks between the pool and the host, and tokens and KV into files and back.
+
+    What carries the pool's KV is called between steps, the rest on any thread.
+    """
 
     @property
     def layout(self) -> dict[str, str]:
         """Says what a block consists of."""
-        ...
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Says the shape, in bytes, of one block of each part."""
         ...
 
     @property
@@ -41,11 +42,27 @@ class KVPorter(Protocol):
         ...
 
     def read(self, block_ids: Sequence[int], used: Sequence[int]) -> Parts:
-        """Copies blocks to the host, unused slots as zeros."""
+        """Copies blocks to the host; slots beyond the used ones of each are zeros."""
         ...
 
     def write(self, block_ids: Sequence[int], rows: Sequence[int], parts: Parts) -> None:
-        """Copies rows of what was read into blocks."""
+        """Copies rows of what was read into blocks of the pool."""
+        ...
+
+    def encode(self, parts: Parts) -> bytes:
+        """Writes what was read as a file."""
+        ...
+
+    def decode(self, data: bytes, num_blocks: int) -> Parts | None:
+        """Reads a file of so many blocks; None when it is none."""
+        ...
+
+    def encode_tokens(self, tokens: "array[int]") -> bytes:
+        """Writes tokens as a file."""
+        ...
+
+    def decode_tokens(self, data: bytes, num_tokens: int) -> "array[int] | None":
+        """Reads a file of so many tokens; None when it is none."""
         ...
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentkv.core.lease import LeaseMode
+from agentkv.core.model_identity import Fingerprint
 from agentkv.core.tree_image import ROOT, ImageContext, ImageNode, TreeImage
 from agentkv.errors import ContextLost, Reason
-from agentkv.model.fingerprint import Fingerprint
 
 FORMAT = "agentkv snapshot"
 VERSION = 1

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agentkv.config import SnapshotConfig
+from agentkv.core.model_identity import Fingerprint
 from agentkv.engine.snapshot_manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
@@ -36,7 +37,6 @@ from agentkv.errors import (
     PoolExhausted,
     Reason,
 )
-from agentkv.model.fingerprint import Fingerprint
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ORPHAN_AGE = 3600.0

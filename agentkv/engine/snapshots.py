@@ -13,21 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-import torch
-
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.tree_image import TreeImage, check_image
 from agentkv.core.tree_planting import Planting
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.outputs import Restored, Saved, SnapshotView
-from agentkv.engine.snapshot_desk import Saving
+from agentkv.engine.snapshot_desk import KVPorter, Parts, Saving
 from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
 from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
 from agentkv.errors import ContextLost, InvalidRequest, Reason
 from agentkv.model.fingerprint import Fingerprint
-from agentkv.model.kv_image import Parts
-from agentkv.model.tensor_file import decode, encode
 
 PIECE_BYTES = 32 << 20
 """Bytes of KV that are on their way at once."""
@@ -97,15 +93,14 @@ class Snapshots:
     async def _save(
         self, folder: SnapshotFolder, tenant: str, name: str, saving: Saving, *, overwrite: bool
     ) -> Saved:
-        porter = self._engine.snapshots.porter
-        size = porter.bytes_per_block if porter is not None else 0
-        need = 4 * saving.image.num_tokens + size * len(saving.blocks)
+        porter = self._porter
+        need = 4 * saving.image.num_tokens + porter.bytes_per_block * len(saving.blocks)
         begin = partial(folder.store.begin, tenant, name, need, overwrite=overwrite)
         writing = asyncio.ensure_future(self._on_disk(begin))
         is_done = False
         try:
             writer = await asyncio.shield(writing)
-            entry = await self._on_disk(lambda: _write_tokens(writer, saving.image))
+            entry = await self._on_disk(lambda: _write_tokens(writer, porter, saving.image))
             kv = await self._save_kv(writer, saving) if saving.blocks else None
             manifest = Manifest(
                 name=name,
@@ -127,15 +122,16 @@ class Snapshots:
 
     async def _save_kv(self, writer: SnapshotWriter, saving: Saving) -> KVEntry:
         desk = self._engine.snapshots
-        assert desk.porter is not None
-        per_file = max(1, PIECE_BYTES // desk.porter.bytes_per_block)
+        per_file = max(1, PIECE_BYTES // self._porter.bytes_per_block)
         files: list[FileEntry] = []
         for first in range(0, len(saving.blocks), per_file):
             last = min(first + per_file, len(saving.blocks))
             parts = await self._thread.call(partial(desk.read, saving, first, last))
             file_name = f"kv-{len(files):06d}.safetensors"
-            files.append(await self._on_disk(partial(_write_parts, writer, file_name, parts)))
-        layout = desk.porter.layout
+            files.append(
+                await self._on_disk(partial(_write_parts, writer, self._porter, file_name, parts))
+            )
+        layout = self._porter.layout
         return KVEntry(layout, desk.block_size, len(saving.blocks), per_file, tuple(files))
 
     def _abort(self, writing: "asyncio.Future[SnapshotWriter]") -> None:
@@ -178,7 +174,9 @@ class Snapshots:
         manifest = await self._on_disk(lambda: folder.store.read(tenant, name))
         _require_model(manifest, folder.model)
         await self._on_disk(lambda: folder.store.require_whole(tenant, manifest))
-        image = await self._on_disk(lambda: _read_image(folder.store, tenant, manifest))
+        image = await self._on_disk(
+            lambda: _read_image(folder.store, self._porter, tenant, manifest)
+        )
         await self._on_disk(lambda: self._engine.snapshots.check(image))
         refusal = await self._check_kv(folder, tenant, manifest) if with_kv else None
         uses_kv = with_kv and manifest.kv is not None and not refusal
@@ -200,11 +198,11 @@ class Snapshots:
         kv, desk = manifest.kv, self._engine.snapshots
         if kv is None:
             return None
-        if desk.porter is None or kv.block_size != desk.block_size:
+        if kv.block_size != desk.block_size:
             return f"its blocks have {kv.block_size} tokens, and here {desk.block_size}"
-        if dict(kv.layout) != desk.porter.layout:
+        if dict(kv.layout) != self._porter.layout:
             return "KV is stored differently here"
-        most = kv.blocks_per_file * desk.porter.bytes_per_block + MAX_HEADER
+        most = kv.blocks_per_file * self._porter.bytes_per_block + MAX_HEADER
         if any(entry.num_bytes > most for entry in kv.files):
             return "a file of it is larger than its blocks"
         try:
@@ -218,12 +216,13 @@ class Snapshots:
         self, folder: SnapshotFolder, tenant: str, manifest: Manifest, planting: Planting
     ) -> None:
         kv, desk = manifest.kv, self._engine.snapshots
-        assert kv is not None and desk.porter is not None
+        assert kv is not None
         for number, entry in enumerate(kv.files):
             first = number * kv.blocks_per_file
             last = min(first + kv.blocks_per_file, kv.num_blocks)
-            shapes = {name: (last - first, *shape) for name, shape in desk.porter.shapes.items()}
-            read = partial(_read_parts, folder.store, tenant, manifest, entry, shapes)
+            read = partial(
+                _read_parts, folder.store, self._porter, tenant, manifest, entry, last - first
+            )
             parts = await self._on_disk(read)
             await self._thread.call(partial(desk.write, planting, first, last, parts))
 
@@ -264,6 +263,12 @@ class Snapshots:
                 reason=Reason.SNAPSHOTS_OFF,
             )
         return folder
+
+    @property
+    def _porter(self) -> KVPorter:
+        porter = self._engine.snapshots.porter
+        assert porter is not None, "a folder of snapshots without anything to carry KV"
+        return porter
 
     async def _on_disk(self, work: Callable[[], _Answer]) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._files, work)
@@ -308,23 +313,23 @@ def _require_model(manifest: Manifest, model: Fingerprint) -> None:
         )
 
 
-def _write_tokens(writer: SnapshotWriter, image: TreeImage) -> FileEntry:
+def _write_tokens(writer: SnapshotWriter, porter: KVPorter, image: TreeImage) -> FileEntry:
     tokens = array("I")
     for node in image.nodes:
         tokens.extend(node.tokens)
-    return writer.write(
-        "tokens.safetensors", encode({"tokens": torch.tensor(tokens, dtype=torch.int32)})
-    )
+    return writer.write("tokens.safetensors", porter.encode_tokens(tokens))
 
 
-def _read_image(store: SnapshotStore, tenant: str, manifest: Manifest) -> TreeImage:
+def _read_image(
+    store: SnapshotStore, porter: KVPorter, tenant: str, manifest: Manifest
+) -> TreeImage:
     if manifest.tokens.num_bytes > 4 * manifest.num_tokens + MAX_HEADER:
         raise corrupt(manifest.name, "its tokens take more bytes than there are tokens")
     data = store.read_file(tenant, manifest, manifest.tokens)
-    tensors = decode(data, {"tokens": (manifest.num_tokens,)}, torch.int32)
-    if tensors is None or (manifest.num_tokens and int(tensors["tokens"].min()) < 0):
+    tokens = porter.decode_tokens(data, manifest.num_tokens)
+    if tokens is None:
         raise corrupt(manifest.name, "its tokens are not as many as its manifest says")
-    image = manifest.image(array("I", tensors["tokens"].tolist()))
+    image = manifest.image(tokens)
     wrong = check_image(image, manifest.kv.block_size if manifest.kv is not None else 1)
     if wrong is None and manifest.kv is not None:
         is_same = len(image.blocks(manifest.kv.block_size)) == manifest.kv.num_blocks
@@ -334,18 +339,19 @@ def _read_image(store: SnapshotStore, tenant: str, manifest: Manifest) -> TreeIm
     return image
 
 
-def _write_parts(writer: SnapshotWriter, name: str, parts: Parts) -> FileEntry:
-    return writer.write(name, encode(parts))
+def _write_parts(writer: SnapshotWriter, porter: KVPorter, name: str, parts: Parts) -> FileEntry:
+    return writer.write(name, porter.encode(parts))
 
 
 def _read_parts(
     store: SnapshotStore,
+    porter: KVPorter,
     tenant: str,
     manifest: Manifest,
     entry: FileEntry,
-    shapes: "dict[str, tuple[int, ...]]",
+    num_blocks: int,
 ) -> Parts:
-    parts = decode(store.read_file(tenant, manifest, entry), shapes, torch.uint8)
+    parts = porter.decode(store.read_file(tenant, manifest, entry), num_blocks)
     if parts is None:
         raise corrupt(manifest.name, f"its file {entry.name} holds other KV than it should")
     return parts

@@ -1,39 +1,17 @@
-"""What tells one model from another: its config, every weight, its dtype and its tokenizer.
-
-KV means something to the model that computed it alone, and tokens to its tokenizer alone.
-"""
+"""Takes a model's fingerprint: what tells it from any other."""
 
 import hashlib
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from agentkv.core.model_identity import Fingerprint
 from agentkv.model.loader import LoadedModel
 
 SAMPLES = 1024
 """Numbers of each weight that are looked at one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The identity of a model; two are equal when KV and tokens may be exchanged."""
-
-    architecture: str
-    dtype: str
-    config: str
-    """Checksum of the config, as the model understands it."""
-    weights: str
-    """Checksum over all weights."""
-    tokenizer: str
-    """Checksum of the tokenizer."""
-
-    def differences(self, other: "Fingerprint") -> list[str]:
-        """Names what differs, in the order that matters."""
-        names = ("architecture", "config", "weights", "dtype", "tokenizer")
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 def fingerprint(loaded: LoadedModel) -> Fingerprint:

@@ -7,14 +7,18 @@ It knows no file and no context. Slots that hold nothing of the image are writte
 no snapshot shows what a block held before.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from agentkv.model.kv_cache import KVCache
+from agentkv.model.tensor_file import decode, encode
 
 Parts = Mapping[str, Tensor]
+TOKENS = "tokens"
+"""Name of the one tensor in a file of tokens, (num_tokens,) int32."""
 
 
 class KVImages:
@@ -35,11 +39,6 @@ class KVImages:
             name: f"{tensor.dtype} {[*tensor.shape[:2], *tensor.shape[3:]]}"
             for name, tensor in self._kv.parts().items()
         }
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Says the shape of one block of each part, as stored: bytes."""
-        return {name: (*pool.shape[:2], *pool.shape[3:]) for name, pool in self._pool.items()}
 
     @property
     def bytes_per_block(self) -> int:
@@ -63,7 +62,7 @@ class KVImages:
                 parts[name] = part
         return parts
 
-    def write(self, block_ids: Sequence[int], rows: Sequence[int], parts: Parts) -> None:
+    def write(self, block_ids: Sequence[int], rows: Sequence[int], parts: object) -> None:
         """Copies rows of parts that were read earlier into blocks of the pool.
 
         Args:
@@ -71,8 +70,33 @@ class KVImages:
             rows: For each, which row of the parts it gets.
             parts: As `read` returned them.
         """
+        assert isinstance(parts, Mapping)
         with torch.inference_mode():
             for name, pool in self._pool.items():
                 ids = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
                 chosen = parts[name].index_select(0, torch.tensor(rows, dtype=torch.int64))
                 pool.index_copy_(2, ids, chosen.movedim(0, 2).to(pool.device))
+
+    def encode(self, parts: object) -> bytes:
+        """Writes what was read as a file."""
+        assert isinstance(parts, Mapping)
+        return encode(parts)
+
+    def decode(self, data: bytes, num_blocks: int) -> Parts | None:
+        """Reads a file of so many blocks; None when it is none, or of another layout."""
+        shapes = {
+            name: (num_blocks, *pool.shape[:2], *pool.shape[3:])
+            for name, pool in self._pool.items()
+        }
+        return decode(data, shapes, torch.uint8)
+
+    def encode_tokens(self, tokens: "array[int]") -> bytes:
+        """Writes tokens as a file."""
+        return encode({TOKENS: torch.tensor(tokens, dtype=torch.int32)})
+
+    def decode_tokens(self, data: bytes, num_tokens: int) -> "array[int] | None":
+        """Reads a file of so many tokens; None when it is none."""
+        tensors = decode(data, {TOKENS: (num_tokens,)}, torch.int32)
+        if tensors is None or bool((tensors[TOKENS] < 0).any()):
+            return None
+        return array("I", tensors[TOKENS].tolist())

@@ -12,11 +12,11 @@ import pytest
 from snapshot_engines import TENANT, generate, grow, run, tiny
 from tiny_engines import TinyEngine
 
+from agentkv.core.model_identity import Fingerprint
 from agentkv.engine import snapshots
 from agentkv.engine.async_engine import AsyncEngine
 from agentkv.engine.outputs import Restored
 from agentkv.errors import AgentKVError, PoolExhausted, Reason
-from agentkv.model.fingerprint import Fingerprint
 
 Damage = Callable[[Path], None]
 
@@ -60,6 +60,10 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def overwrite(tenant: Path, text: str) -> None:
+    (tenant / "tree.json").write_text(text)
+
+
 def file_of(tenant: Path, name: str) -> Path:
     (path,) = tenant.glob(f"data-*/{name}")
     return path
@@ -87,8 +91,8 @@ def set_run(place: int, value: int) -> Damage:
 DAMAGES: dict[str, Damage] = {
     "a flipped byte of the manifest": lambda tenant: flip(tenant / "tree.json", 300),
     "a cut manifest": lambda tenant: cut(tenant / "tree.json"),
-    "an empty manifest": lambda tenant: (tenant / "tree.json").write_bytes(b"") and None,
-    "a nested manifest": lambda tenant: (tenant / "tree.json").write_text("[" * 100_000) and None,
+    "an empty manifest": lambda tenant: overwrite(tenant, ""),
+    "a nested manifest": lambda tenant: overwrite(tenant, "[" * 100_000),
     "a flipped token": lambda tenant: flip(file_of(tenant, "tokens.safetensors"), -1),
     "cut tokens": lambda tenant: cut(file_of(tenant, "tokens.safetensors")),
     "no tokens": lambda tenant: file_of(tenant, "tokens.safetensors").unlink(),

@@ -101,28 +101,30 @@ def test_a_tree_outlives_the_process_that_saved_it(tmp_path: Path) -> None:
             found.append([token async for part in call for token in part.chunk.token_ids])
         return found
 
-    async def save(address: str) -> list[list[int]]:
+    answers: list[list[list[int]]] = []
+
+    async def save(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = pb_grpc.ContextServiceStub(channel)
             root_id = (await stub.Create(prompt)).context.id
             forked = await stub.Fork(pb.ForkRequest(context_id=root_id, count=2, at=21))
             await stub.Save(pb.SaveRequest(context_id=root_id, name="tree", recursive=True))
-            return await goes_on(stub, [root_id, *(context.id for context in forked.contexts)])
+            ids = [root_id, *(context.id for context in forked.contexts)]
+            answers.append(await goes_on(stub, ids))
 
-    async def restore(address: str) -> list[list[int]]:
+    async def restore(address: str) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = pb_grpc.ContextServiceStub(channel)
             restored = await stub.Restore(pb.RestoreRequest(name="tree"))
             assert restored.num_kv_tokens == restored.contexts[0].length
-            return await goes_on(stub, [context.id for context in restored.contexts])
+            answers.append(await goes_on(stub, [context.id for context in restored.contexts]))
 
-    answers = []
     for scenario in (save, restore):
         with _process(tmp_path) as process:
             assert process.stdout is not None and process.stderr is not None
             address = process.stdout.readline().strip()
             assert address, process.stderr.read()
-            answers.append(run(scenario(address)))
+            run(scenario(address))
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=WAIT) == 0
             assert process.stderr.read() == ""
