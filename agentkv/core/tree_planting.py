@@ -11,6 +11,7 @@ from typing import NamedTuple
 from agentkv.core import prefix_match
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
+from agentkv.core.eviction import evict
 from agentkv.core.lease import Lease
 from agentkv.core.segment import Hold
 from agentkv.core.tree_image import ROOT, StoredBlock, TreeImage
@@ -75,10 +76,13 @@ class Planting:
         fills: list[Fill] = []
         for number in range(first, last):
             stored = self._blocks[number]
-            computed = self._tree.num_computed(self._pens[stored.node].tail)
+            tail = self._pens[stored.node].tail
+            computed = self._tree.num_computed(tail)
             size = self._tree.block_size
             if computed >= stored.number * size + self._own_slots(stored):
                 continue  # cached
+            if any(segment.away for segment in self._tree.path(tail)):
+                continue  # cached in a lower tier, from where the next use brings it back
             if not self._has_room(len(fills) + 1):
                 break
             fills.append(Fill(number, -1))
@@ -147,11 +151,13 @@ class Planting:
 
     def _has_room(self, need: int) -> bool:
         tree, quotas = self._tree, self._store.quotas
+        if tree.lower.moves:  # a block that is free may be about to be read
+            return False
         limit = quotas.max_blocks(self.tenant)
         held = tree.root(self.tenant).held_below[Hold.KV]
         if (limit is not None and held + need > limit) or quotas.is_spent(self.tenant):
             return False
-        return tree.pool.num_free >= need or tree.evict(need)
+        return tree.pool.num_free >= need or evict(tree, need, moves=False)
 
     def _extend(self, index: int, upto: int) -> None:
         """Moves a run's KV up to a position, or its own end."""

@@ -75,6 +75,7 @@ class AsyncEngine:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
         await asyncio.to_thread(self._snapshots.close)
+        self._engine.close()
 
     async def wait_ended(self) -> bool:
         """Waits until the engine serves no more; returns whether it was told to stop.

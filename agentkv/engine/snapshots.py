@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from agentkv.core.lease import LeaseTerms
+from agentkv.core.model_identity import Fingerprint
 from agentkv.core.tree_image import TreeImage, check_image
 from agentkv.core.tree_planting import Planting
 from agentkv.engine.engine import Engine
@@ -23,7 +24,6 @@ from agentkv.engine.snapshot_desk import KVPorter, Parts, Saving
 from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
 from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
 from agentkv.errors import ContextLost, InvalidRequest, Reason
-from agentkv.model.fingerprint import Fingerprint
 
 PIECE_BYTES = 32 << 20
 """Bytes of KV that are on their way at once."""

@@ -75,11 +75,6 @@ class ContextServiceStub(object):
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.FromString,
                 _registered_method=True)
-        self.Release = channel.unary_unary(
-                '/agentkv.v1.ContextService/Release',
-                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.FromString,
-                _registered_method=True)
         self.Save = channel.unary_unary(
                 '/agentkv.v1.ContextService/Save',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.SaveRequest.SerializeToString,
@@ -99,6 +94,11 @@ class ContextServiceStub(object):
                 '/agentkv.v1.ContextService/DeleteSnapshot',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/agentkv.v1.ContextService/Release',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
         self.Get = channel.unary_unary(
                 '/agentkv.v1.ContextService/Get',
@@ -211,16 +211,6 @@ class ContextServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Release(self, request, context):
-        """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
-        Contexts forked from them live on, unless `recursive`. A request that runs on a released
-        context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
-        with `allow_missing` it is safe to repeat.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Save(self, request, context):
         """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
         lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
@@ -254,6 +244,16 @@ class ContextServiceServicer(object):
     def DeleteSnapshot(self, request, context):
         """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
         SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
+        Contexts forked from them live on, unless `recursive`. A request that runs on a released
+        context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
+        with `allow_missing` it is safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,11 +345,6 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.SerializeToString,
             ),
-            'Release': grpc.unary_unary_rpc_method_handler(
-                    servicer.Release,
-                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.FromString,
-                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.SerializeToString,
-            ),
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.SaveRequest.FromString,
@@ -369,6 +364,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.DeleteSnapshot,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
                     servicer.Get,
@@ -624,33 +624,6 @@ class ContextService(object):
             _registered_method=True)
 
     @staticmethod
-    def Release(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/agentkv.v1.ContextService/Release',
-            agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
-            agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Save(request,
             target,
             options=(),
@@ -748,6 +721,33 @@ class ContextService(object):
             '/agentkv.v1.ContextService/DeleteSnapshot',
             agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.SerializeToString,
             agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/Release',
+            agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

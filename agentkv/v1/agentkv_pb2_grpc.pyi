@@ -101,12 +101,6 @@ class ContextServiceStub:
     TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
     with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
     """
-    Release: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]
-    """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
-    Contexts forked from them live on, unless `recursive`. A request that runs on a released
-    context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
-    with `allow_missing` it is safe to repeat.
-    """
     Save: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.SaveRequest, _agentkv_pb2.SaveResponse]
     """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
     lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
@@ -127,6 +121,12 @@ class ContextServiceStub:
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.DeleteSnapshotRequest, _agentkv_pb2.DeleteSnapshotResponse]
     """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
     SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
+    """
+    Release: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]
+    """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
+    Contexts forked from them live on, unless `recursive`. A request that runs on a released
+    context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
+    with `allow_missing` it is safe to repeat.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]
     """Describes one context, and reads its tokens when asked: what a lost stream had committed is
@@ -204,12 +204,6 @@ class ContextServiceAsyncStub(ContextServiceStub):
     TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
     with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
     """
-    Release: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
-    Contexts forked from them live on, unless `recursive`. A request that runs on a released
-    context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
-    with `allow_missing` it is safe to repeat.
-    """
     Save: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.SaveRequest, _agentkv_pb2.SaveResponse]  # type: ignore[assignment]
     """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
     lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
@@ -230,6 +224,12 @@ class ContextServiceAsyncStub(ContextServiceStub):
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.DeleteSnapshotRequest, _agentkv_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
     """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
     SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
+    """
+    Release: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
+    Contexts forked from them live on, unless `recursive`. A request that runs on a released
+    context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
+    with `allow_missing` it is safe to repeat.
     """
     Get: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetRequest, _agentkv_pb2.GetResponse]  # type: ignore[assignment]
     """Describes one context, and reads its tokens when asked: what a lost stream had committed is
@@ -354,18 +354,6 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Release(
-        self,
-        request: _agentkv_pb2.ReleaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_agentkv_pb2.ReleaseResponse, _abc.Awaitable[_agentkv_pb2.ReleaseResponse]]:
-        """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
-        Contexts forked from them live on, unless `recursive`. A request that runs on a released
-        context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
-        with `allow_missing` it is safe to repeat.
-        """
-
-    @_abc_1.abstractmethod
     def Save(
         self,
         request: _agentkv_pb2.SaveRequest,
@@ -408,6 +396,18 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_agentkv_pb2.DeleteSnapshotResponse, _abc.Awaitable[_agentkv_pb2.DeleteSnapshotResponse]]:
         """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
         SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
+        """
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _agentkv_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.ReleaseResponse, _abc.Awaitable[_agentkv_pb2.ReleaseResponse]]:
+        """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
+        Contexts forked from them live on, unless `recursive`. A request that runs on a released
+        context ends with CONTEXT_RELEASED. Fails with CONTEXT_NOT_FOUND, unless `allow_missing`;
+        with `allow_missing` it is safe to repeat.
         """
 
     @_abc_1.abstractmethod
