@@ -33,12 +33,14 @@ def tiny(
     max_bytes: int = 1 << 30,
     max_count: int = 100,
     family: str = "llama",
+    host_blocks: int = 0,
 ) -> TinyEngine:
     config = SnapshotConfig(dir=str(folder), max_bytes=max_bytes, max_count=max_count)
     return TinyEngine(
         build_tiny_model(family),
         num_blocks=num_blocks,
         block_size=block_size,
+        host_blocks=host_blocks,
         snapshot_folder=SnapshotFolder(SnapshotStore(config), model),
     )
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from snapshot_engines import TENANT, generate, grow, run, shape_of, tiny
 
+from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.async_engine import AsyncEngine
 from agentkv.engine.outputs import Restored
 
@@ -123,3 +124,27 @@ def test_random_trees_come_back(tmp_path: Path, seed: int) -> None:
 async def _goes_on(engine: AsyncEngine, id: str) -> tuple[tuple[int, ...], list[int]]:
     tokens = (await engine.tokens(TENANT, id)).token_ids
     return tokens, await generate(engine, id, 3, seed=9) if tokens else []
+
+
+def test_a_parked_context_is_saved_as_tokens_and_restored_beside_its_kv_on_the_host(
+    tmp_path: Path,
+) -> None:
+    """Would catch KV written over what a lower tier is to bring back, and a save that waits."""
+
+    async def work(engine: AsyncEngine) -> tuple[int, int, list[list[int]]]:
+        id = (await engine.create(TENANT, range(1, 15))).context.id
+        with_kv = await engine.save(TENANT, id, "before")
+        await engine.update_lease(TENANT, id, LeaseTerms(LeaseMode.PARK))
+        other = (await engine.create(TENANT, [50, 51])).context.id
+        await generate(engine, other, 2)  # steps, in which it leaves
+        assert (await engine.get(TENANT, id)).num_computed == 0
+        parked = await engine.save(TENANT, id, "after")
+        ids = [id]
+        for name in ("before", "after"):
+            ids += [view.id for view in (await engine.restore(TENANT, name)).contexts]
+        tokens = [await generate(engine, id, 4, seed=2) for id in ids]
+        return with_kv.snapshot.num_kv_tokens, parked.snapshot.num_kv_tokens, tokens
+
+    with_kv, parked, tokens = run(tiny(tmp_path, host_blocks=16), work)
+    assert (with_kv, parked) == (14, 0)
+    assert tokens[0] == tokens[1] == tokens[2]
