@@ -149,6 +149,7 @@ def _quota(name: str, table: object, base: QuotaConfig) -> QuotaConfig:
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU, else the model's own."""
     device: str = "cpu"
     """A torch device."""
+    weights: str = "auto"
+    """What weights are kept as, on a CPU: `fp32` as loaded, `bf16`, `int8` with a factor for 64 of
+    them; `auto` is int8 where native kernels were compiled and the model is large enough."""
     block_size: int = 16
     """Token positions per block, at least 1."""
     num_blocks: int | None = None
@@ -173,7 +177,8 @@ class EngineConfig:
     together; None is 0.9."""
     kv_dtype: str = "auto"
     """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
-    the tokens of 16 bits, rounded to within a few percent of the logits' range; on a GPU only."""
+    the tokens of 16 bits, rounded to within a few percent of the logits' range. On a CPU prefer
+    `int8`: there is no native kernel for `fp8`."""
     graphs: bool | None = None
     """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
     fuse_weights: bool | None = None
@@ -213,6 +218,14 @@ class EngineConfig:
             self.kv_dtype in KV_DTYPE_NAMES,
             f"kv_dtype must be {', '.join(KV_DTYPE_NAMES)}; got {self.kv_dtype!r}.",
         )
+        _require(
+            self.weights in WEIGHT_NAMES,
+            f"weights must be {', '.join(WEIGHT_NAMES)}; got {self.weights!r}.",
+        )
+        _require(
+            not self.compile or self.weights in ("auto", "fp32"),
+            f"compile compiles torch's operations alone; leave out weights {self.weights}.",
+        )
         if not self.is_on_gpu:
             self._refuse_on_cpu()
 
@@ -231,11 +244,6 @@ class EngineConfig:
         _require(
             self.memory_utilization is None,
             "memory_utilization is for the device cuda; use kv_memory on a CPU.",
-        )
-        _require(
-            self.kv_dtype == "auto",
-            f"kv_dtype {self.kv_dtype} needs the device cuda: on a CPU, attention would convert "
-            "the whole pool in every layer.",
         )
         _require(
             not self.batch_invariant,

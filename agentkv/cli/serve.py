@@ -96,6 +96,13 @@ def serve(
         ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="What weights are kept as on a CPU: fp32, bf16, int8 or auto: int8 where native "
+            "kernels were compiled and the model is large enough to gain."
+        ),
+    ] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
@@ -155,6 +162,7 @@ def serve(
         model=model,
         dtype=dtype,
         device=device,
+        weights=weights,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
@@ -223,6 +231,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
     size = pool.total * model.bytes_per_block
     return {
         "Model": f"{model.name} ({model.architecture}, {model.dtype})",
+        "Weights": f"{model.weights}, {format_bytes(model.weight_bytes)}",
         "Pool": (
             f"{pool.total:,} blocks of {pool.block_size} tokens, "
             f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"
