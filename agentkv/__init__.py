@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -27,14 +28,27 @@ if TYPE_CHECKING:
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
+        LeaseInfo,
+        LeaseMode,
+        LeaseOptions,
+        LeaseReduction,
         PoolInfo,
+        PressureLevel,
         Released,
         Residency,
         Usage,
     )
+    from agentkv.client.watch_events import (
+        ChangeKind,
+        ContextChange,
+        PressureChange,
+        WatchSnapshot,
+    )
+    from agentkv.client.watch_stream import AsyncWatchStream, WatchStream
     from agentkv.errors import (
         AgentKVError,
         Cancelled,
@@ -65,6 +79,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -74,14 +89,27 @@ _HOMES = {
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
+        "LeaseInfo",
+        "LeaseMode",
+        "LeaseOptions",
+        "LeaseReduction",
         "PoolInfo",
+        "PressureLevel",
         "Released",
         "Residency",
         "Usage",
     ),
+    "agentkv.client.watch_events": (
+        "ChangeKind",
+        "ContextChange",
+        "PressureChange",
+        "WatchSnapshot",
+    ),
+    "agentkv.client.watch_stream": ("AsyncWatchStream", "WatchStream"),
     "agentkv.errors": (
         "AgentKVError",
         "Cancelled",
@@ -111,14 +139,18 @@ __all__ = [
     "AsyncContextGroup",
     "AsyncContextHandle",
     "AsyncGenerateStream",
+    "AsyncWatchStream",
     "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "ChangeKind",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
     "ContextBusy",
+    "ContextChange",
     "ContextGroup",
     "ContextHandle",
     "ContextInfo",
@@ -133,11 +165,17 @@ __all__ = [
     "GeneratedBranch",
     "InternalError",
     "InvalidRequest",
+    "LeaseInfo",
+    "LeaseMode",
+    "LeaseOptions",
+    "LeaseReduction",
     "LimitsInfo",
     "ModelInfo",
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
+    "PressureChange",
+    "PressureLevel",
     "QuotaInfo",
     "Reason",
     "Released",
@@ -149,11 +187,14 @@ __all__ = [
     "SlowReader",
     "Tier",
     "TierUsage",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
     "UsageInfo",
+    "WatchSnapshot",
+    "WatchStream",
 ]
 
 

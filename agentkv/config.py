@@ -148,6 +148,61 @@ def _quota(name: str, table: object, base: QuotaConfig) -> QuotaConfig:
         raise InvalidRequest(f"The quotas of {name}: {error.message}") from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseConfig:
+    """For how long, and how firmly, KV may be kept for a tenant."""
+
+    default_ttl: float = 3600.0
+    """Seconds without use after which a lease expires that names no time."""
+    max_ttl: float = 86_400.0
+    """Most seconds a lease may be asked for."""
+    pin_quota: float = 0.5
+    """Share of the pool, in [0, 1], that one tenant may pin."""
+    handle_retention: float = 86_400.0
+    """Seconds without use after which a context is released, whatever its lease."""
+    unclaimed_retention: float = 600.0
+    """The same for a context whose creator went away before the answer; a repeat of the call
+    within that time gets it."""
+    warning: float = 30.0
+    """Seconds before a lease expires at which watchers are told."""
+
+    def __post_init__(self) -> None:
+        for name in ("default_ttl", "max_ttl", "handle_retention", "unclaimed_retention"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), f"{name} must be finite and above 0, got {value}.")
+        _require(
+            self.default_ttl <= self.max_ttl,
+            f"default_ttl {self.default_ttl:g} must not be above max_ttl {self.max_ttl:g}.",
+        )
+        _require(0 <= self.pin_quota <= 1, f"pin_quota must be in [0, 1], got {self.pin_quota}.")
+        _require(self.warning >= 0, f"warning must not be negative, got {self.warning}.")
+
+    def max_pinned(self, num_blocks: int) -> int:
+        """Says how many blocks of a pool one tenant may pin."""
+        return int(self.pin_quota * num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PressureConfig:
+    """When the pool counts as full."""
+
+    soft: float = 0.75
+    """Share of the blocks held by contexts from which pressure is SOFT, in (0, 1]."""
+    hard: float = 0.9
+    """Share of the blocks held by running requests and pins from which it is HARD, in (0, 1]."""
+    hysteresis: float = 0.05
+    """How far a share must fall below its threshold before the level does, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("soft", "hard"):
+            value = getattr(self, name)
+            _require(0 < value <= 1, f"{name} must be in (0, 1], got {value}.")
+        _require(
+            0 <= self.hysteresis < min(self.soft, self.hard),
+            f"hysteresis must be in [0, min(soft, hard)), got {self.hysteresis}.",
+        )
+
+
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
 WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
 
@@ -195,6 +250,8 @@ class EngineConfig:
     """Threads the model computes with; None leaves the choice to torch: one per core."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    leases: LeaseConfig = field(default_factory=LeaseConfig)
+    pressure: PressureConfig = field(default_factory=PressureConfig)
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
 
     def __post_init__(self) -> None:

@@ -14,10 +14,13 @@ PUBLIC = {
     *("AsyncGenerateStream", "AsyncBranchStream"),
     *("RetryPolicy", "SamplingOptions", "SamplingParams"),
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
+    *("TopLogprobs", "Choice"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
+    *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
+    *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),
+    *("ChangeKind", "AgentKVError", "Reason"),
     *("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
-    *("AgentKVError", "Reason"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }
 

@@ -13,6 +13,7 @@ from agentkv.cli.models import models
 from agentkv.cli.serve import serve
 from agentkv.cli.tree import tree
 from agentkv.cli.usage import usage
+from agentkv.cli.watch import watch
 from agentkv.errors import AgentKVError
 
 
@@ -49,6 +50,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(tree)
+app.command()(watch)
 app.command()(info)
 app.command()(models)
 app.command()(usage)
@@ -72,7 +74,8 @@ def agentkv(
 ) -> None:
     """Contexts that fork: a model server for agents that branch.
 
-    Start one with **agentkv serve**, then look at what its clients hold with **agentkv tree**.
+    Start one with **agentkv serve**, then look at what its clients hold with **agentkv tree**,
+    and at what happens to it with **agentkv watch**.
     """
 
 

@@ -17,7 +17,14 @@ from rich.logging import RichHandler
 
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.cli.tables import facts_table
-from agentkv.config import EngineConfig, QuotasConfig, SchedulerConfig, ServerConfig
+from agentkv.config import (
+    EngineConfig,
+    LeaseConfig,
+    PressureConfig,
+    QuotasConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from agentkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -107,6 +114,32 @@ def serve(
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    lease_ttl: Annotated[
+        float, typer.Option(help="Seconds without use after which a lease expires by default.")
+    ] = 3600.0,
+    max_lease_ttl: Annotated[
+        float, typer.Option(help="Most seconds a client may ask a lease for.")
+    ] = 86_400.0,
+    pin_quota: Annotated[
+        float, typer.Option(help="Share of the pool, from 0 to 1, that one tenant may pin.")
+    ] = 0.5,
+    handle_retention: Annotated[
+        float,
+        typer.Option(help="Seconds without use after which a context is released with its tokens."),
+    ] = 86_400.0,
+    soft_pressure: Annotated[
+        float,
+        typer.Option(help="Share of blocks held by contexts from which pressure is SOFT."),
+    ] = 0.75,
+    hard_pressure: Annotated[
+        float,
+        typer.Option(
+            help="Share of blocks held by running requests and pins from which it is HARD."
+        ),
+    ] = 0.9,
+    watermark: Annotated[
+        int, typer.Option(help="Free blocks that are kept for requests that run already.")
+    ] = 0,
     graphs: Annotated[
         bool | None,
         typer.Option(
@@ -174,7 +207,14 @@ def serve(
         batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
-        scheduler=SchedulerConfig(token_budget=token_budget),
+        scheduler=SchedulerConfig(token_budget=token_budget, watermark=watermark),
+        leases=LeaseConfig(
+            default_ttl=lease_ttl,
+            max_ttl=max_lease_ttl,
+            pin_quota=pin_quota,
+            handle_retention=handle_retention,
+        ),
+        pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
     with messages.status(f"Loading {model} ...") as spinner:

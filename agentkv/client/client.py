@@ -9,13 +9,15 @@ from agentkv.client.context_handle import ContextHandle
 from agentkv.client.drive import Driver
 from agentkv.client.grpc_transport import GrpcTransport
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, ChatTurn
+from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
 from agentkv.client.transport import Transport
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
+from agentkv.client.watch_state import WatchState
+from agentkv.client.watch_stream import WatchStream
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_TIMEOUT: Final = 120.0
@@ -72,7 +74,9 @@ class Client:
         token_ids: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         allow_special: bool = False,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
+        logprobs: bool = False,
         timeout: float | None = None,
     ) -> ContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -83,12 +87,15 @@ class Client:
             token_ids: Token ids, taken as they are.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
+            lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
+            logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
+                handle; cached tokens are run again for it.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
             InvalidRequest: The prompt is empty, too long, or none the model can take.
-            PoolExhausted: There are no blocks, no place in the queue, or too many contexts.
+            PoolExhausted: There are no blocks, no place in the queue, or too many contexts or pins.
         """
         operation = handle_state.create(
             self._session,
@@ -97,7 +104,9 @@ class Client:
             token_ids,
             add_generation_prompt,
             allow_special,
+            lease,
             labels,
+            logprobs,
             timeout,
         )
         return ContextHandle(self._driver, self._driver.run(operation))
@@ -151,6 +160,16 @@ class Client:
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""
         return self._driver.run(self._session.server_info(timeout))
+
+    def watch(self, *, timeout: float | None = None) -> WatchStream:
+        """Starts to watch the caller's contexts, a snapshot first; returns the stream at once.
+
+        Args:
+            timeout: Seconds until it ends with DeadlineExceeded; None: never, and what the server
+                ends is watched again.
+        """
+        state = WatchState(self._session, self._driver.transport.stream, timeout)
+        return WatchStream(self._driver, state)
 
     def close(self) -> None:
         """Releases the contexts that are still owned, then disconnects. Closing twice is fine."""

@@ -8,11 +8,19 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.client import messages, replies
 from agentkv.client.lineage import Lineage
-from agentkv.client.messages import ChatTurn, Continuation
+from agentkv.client.messages import ChatTurn, Continuation, Lease
 from agentkv.client.operation import Call, Operation
 from agentkv.client.retry import Attempts
 from agentkv.client.session import Session
-from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released, Usage
+from agentkv.client.values import (
+    Choice,
+    ContextInfo,
+    ContinuationScore,
+    Extension,
+    LeaseInfo,
+    Released,
+    Usage,
+)
 from agentkv.errors import ContextBusy, ContextMoved
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -32,6 +40,8 @@ class HandleState:
         self.length = info.length
         self.lineage = lineage
         self.usage = Usage()
+        self.prompt_logprobs: tuple[float, ...] = ()
+        """Of the prompt it was created from, when asked for."""
         self.is_unsettled = False
         """Whether a stream of this handle was closed early, so that the length is not known."""
 
@@ -75,11 +85,16 @@ class HandleState:
         self.is_unsettled = False
 
     def fork(
-        self, count: int, at: int | None, labels: Mapping[str, str], timeout: float | None
+        self,
+        count: int,
+        at: int | None,
+        lease: Lease | None,
+        labels: Mapping[str, str],
+        timeout: float | None,
     ) -> Operation[list["HandleState"]]:
         """Forks, and keeps the branches in the lineage."""
         request_id = self.session.make_id()
-        request = messages.fork(self.id, count, at, labels, request_id)
+        request = messages.fork(self.id, count, at, lease, labels, request_id)
         attempts = self.session.attempts(timeout)
         reply = yield from self.session.send("Fork", request, attempts, request_id)
         self.session.see(reply)
@@ -135,6 +150,16 @@ class HandleState:
         self.see(replies.context(reply.context))
         return self.info
 
+    def update_lease(
+        self, lease: Lease, recursive: bool, timeout: float | None
+    ) -> Operation[LeaseInfo]:
+        """Asks for another lease, or renews the one there is."""
+        request = messages.update_lease(self.id, lease, recursive=recursive)
+        reply = yield from self.session.send("UpdateLease", request, self.session.attempts(timeout))
+        self.session.see(reply)
+        self.info = replies.context(reply.context)  # not its length: a stream may be under way
+        return self.info.lease
+
     def score(
         self, continuations: Sequence[Continuation], allow_special: bool, timeout: float | None
     ) -> Operation[list[ContinuationScore]]:
@@ -143,6 +168,17 @@ class HandleState:
         reply = yield from self.session.send("Score", request, self.session.attempts(timeout))
         self.count(self.session.see(reply))
         return [replies.score(item) for item in reply.scores]
+
+    def choose(
+        self,
+        continuations: Sequence[Continuation],
+        by_mean: bool,
+        allow_special: bool,
+        timeout: float | None,
+    ) -> Operation[Choice]:
+        """Scores continuations, and picks one."""
+        scores = yield from self.score(continuations, allow_special, timeout)
+        return Choice.among(scores, by_mean=by_mean)
 
     def release(self, recursive: bool, timeout: float | None) -> Operation[Released]:
         """Releases this context; nothing is sent when it has been released already."""
@@ -191,7 +227,9 @@ def create(
     token_ids: Sequence[int] | None,
     add_generation_prompt: bool,
     allow_special: bool,
+    lease: Lease | None,
     labels: Mapping[str, str],
+    logprobs: bool,
     timeout: float | None,
 ) -> Operation[HandleState]:
     """Creates a context, once, however often the call is sent."""
@@ -202,14 +240,17 @@ def create(
         token_ids,
         add_generation_prompt=add_generation_prompt,
         allow_special=allow_special,
+        lease=lease,
         labels=labels,
         request_id=request_id,
+        logprobs=logprobs,
     )
     reply = yield from session.send("Create", request, session.attempts(timeout), request_id)
     usage = session.see(reply)
     lineage = session.lineage.adopt(reply.context.id)
     state = HandleState(session, replies.context(reply.context), lineage)
     state.count(usage)
+    state.prompt_logprobs = tuple(reply.logprobs)
     return state
 
 

@@ -6,8 +6,10 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
+from agentkv.client import replies
+from agentkv.client.values import LeaseMode, LeaseOptions
 from agentkv.errors import InvalidRequest
 from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
@@ -16,6 +18,10 @@ ChatTurn = Mapping[str, str]
 """One turn of a conversation: `{"role": ..., "content": ...}`."""
 Continuation = str | Sequence[int]
 """Text, or token ids."""
+
+Lease = LeaseMode | LeaseOptions
+"""A mode, for the server's default time, or a mode with its options."""
+NO_LEASE: Final = LeaseOptions()
 
 NO_LABELS: Mapping[str, str] = {}
 
@@ -28,12 +34,23 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalize_prompt: bool
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of tokens, by token id."""
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    min_tokens: int
     seed: int | None
     stop: str | Sequence[str]
     """One text, or several."""
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
+    top_logprobs: int
 
 
 def create(
@@ -43,8 +60,10 @@ def create(
     *,
     add_generation_prompt: bool,
     allow_special: bool,
+    lease: Lease | None,
     labels: Mapping[str, str],
     request_id: str,
+    logprobs: bool,
 ) -> pb.CreateRequest:
     """Builds a Create request from exactly one form of prompt."""
     _require_one(text=text, messages=messages, token_ids=token_ids)
@@ -52,9 +71,11 @@ def create(
         request = pb.CreateRequest(
             messages=None if messages is None else _chat(messages, add_generation_prompt),
             token_ids=_ids(token_ids),
+            lease=_lease(lease),
             labels=labels,
             request_id=request_id,
             allow_special=allow_special,
+            logprobs=logprobs,
         )
         if text is not None:
             request.text = _checked_text(text)
@@ -62,12 +83,30 @@ def create(
 
 
 def fork(
-    context_id: str, count: int, at: int | None, labels: Mapping[str, str], request_id: str
+    context_id: str,
+    count: int,
+    at: int | None,
+    lease: Lease | None,
+    labels: Mapping[str, str],
+    request_id: str,
 ) -> pb.ForkRequest:
     """Builds a Fork request."""
     with _refusing_bad_values():
         return pb.ForkRequest(
-            context_id=context_id, count=count, at=at, labels=labels, request_id=request_id
+            context_id=context_id,
+            count=count,
+            at=at,
+            lease=_lease(lease),
+            labels=labels,
+            request_id=request_id,
+        )
+
+
+def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.UpdateLeaseRequest:
+    """Builds an UpdateLease request."""
+    with _refusing_bad_values():
+        return pb.UpdateLeaseRequest(
+            context_id=context_id, lease=_lease(lease), recursive=recursive
         )
 
 
@@ -164,21 +203,16 @@ def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     stop = options.get("stop", ())
     # A text is a sequence of texts as well, of one letter each, which nobody means.
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    given["stop_token_ids"] = tuple(options.get("stop_token_ids", ()))
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        given[name] = tuple(given.get(name, ()))
+    given["logit_bias"] = tuple(options.get("logit_bias", {}).items())
     params = SamplingParams(**given)
+    # What was not given is not sent: an older server may not know it.
+    sent = {name: getattr(params, name) for name in options}
+    if "logit_bias" in sent:
+        sent["logit_bias"] = dict(params.logit_bias)
     with _refusing_bad_values():
-        return pb.SamplingOptions(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            logprobs=params.logprobs,
-        )
+        return pb.SamplingOptions(**sent)
 
 
 def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatMessages:
@@ -204,6 +238,23 @@ def _checked_text(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}; for ids use token_ids=.")
     return text
+
+
+def _lease(lease: Lease | None) -> pb.LeaseOptions | None:
+    if lease is None:
+        return None
+    options = LeaseOptions(lease) if isinstance(lease, LeaseMode) else lease
+    if options.mode is LeaseMode.UNKNOWN:
+        raise InvalidRequest(
+            "No lease can be asked for that this client does not know.",
+            violations={"lease.mode": "is not known to this client"},
+        )
+    modes = {mode: value for value, mode in replies.LEASE_MODES.items()}
+    return pb.LeaseOptions(
+        mode=pb.LEASE_MODE_UNSPECIFIED if options.mode is None else modes[options.mode],
+        ttl=options.ttl,
+        may_reduce=options.may_reduce,
+    )
 
 
 def _ids(token_ids: Sequence[int] | None) -> pb.TokenIds | None:

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason
+from agentkv.client.completion import Chunk, FinishReason, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
+    LeaseInfo,
+    LeaseMode,
+    LeaseReduction,
     PoolInfo,
+    PressureLevel,
     Released,
     Residency,
     Usage,
 )
+from agentkv.client.watch_events import ChangeKind, ContextChange
 from agentkv.errors import AgentKVError, InternalError, PoolExhausted, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -34,6 +39,41 @@ RESIDENCIES: Final = MappingProxyType(
         pb.RESIDENCY_NONE: Residency.NONE,
     }
 )
+LEASE_MODES: Final = MappingProxyType(
+    {
+        pb.LEASE_MODE_RETAIN: LeaseMode.RETAIN,
+        pb.LEASE_MODE_PIN: LeaseMode.PIN,
+        pb.LEASE_MODE_PARK: LeaseMode.PARK,
+        pb.LEASE_MODE_DROPPABLE: LeaseMode.DROPPABLE,
+    }
+)
+REDUCTIONS: Final = MappingProxyType(
+    {
+        pb.LEASE_REDUCTION_PIN_QUOTA: LeaseReduction.PIN_QUOTA,
+        pb.LEASE_REDUCTION_MAX_TTL: LeaseReduction.MAX_TTL,
+    }
+)
+PRESSURE_LEVELS: Final = MappingProxyType(
+    {
+        pb.PRESSURE_LEVEL_OK: PressureLevel.OK,
+        pb.PRESSURE_LEVEL_SOFT: PressureLevel.SOFT,
+        pb.PRESSURE_LEVEL_HARD: PressureLevel.HARD,
+    }
+)
+CHANGE_KINDS: Final = MappingProxyType(
+    {
+        pb.CHANGE_KIND_CREATED: ChangeKind.CREATED,
+        pb.CHANGE_KIND_FORKED: ChangeKind.FORKED,
+        pb.CHANGE_KIND_RELEASED: ChangeKind.RELEASED,
+        pb.CHANGE_KIND_RESIZED: ChangeKind.RESIZED,
+        pb.CHANGE_KIND_LEASED: ChangeKind.LEASED,
+        pb.CHANGE_KIND_EXPIRING: ChangeKind.EXPIRING,
+        pb.CHANGE_KIND_EXPIRED: ChangeKind.EXPIRED,
+        pb.CHANGE_KIND_EVICTED: ChangeKind.EVICTED,
+        pb.CHANGE_KIND_PARKED: ChangeKind.PARKED,
+        pb.CHANGE_KIND_RESTORED: ChangeKind.RESTORED,
+    }
+)
 TIERS: Final = MappingProxyType(
     {pb.TIER_DEVICE: Tier.DEVICE, pb.TIER_HOST: Tier.HOST, pb.TIER_DISK: Tier.DISK}
 )
@@ -44,6 +84,19 @@ FINISH_REASONS: Final = MappingProxyType(
         pb.FINISH_REASON_ERROR: FinishReason.ERROR,
     }
 )
+
+
+def lease(message: pb.Lease) -> LeaseInfo:
+    """Reads the lease of a context."""
+    expires = message.HasField("expire_time")
+    return LeaseInfo(
+        mode=LEASE_MODES.get(message.mode, LeaseMode.UNKNOWN),
+        ttl=message.ttl,
+        expire_time=message.expire_time.ToDatetime(tzinfo=UTC) if expires else None,
+        reductions=tuple(
+            REDUCTIONS.get(reduction, LeaseReduction.UNKNOWN) for reduction in message.reductions
+        ),
+    )
 
 
 def context(message: pb.Context) -> ContextInfo:
@@ -65,6 +118,8 @@ def context(message: pb.Context) -> ContextInfo:
         num_children=message.num_children,
         labels=MappingProxyType(dict(message.labels)),
         create_time=message.create_time.ToDatetime(tzinfo=UTC),
+        reclaimable_blocks=message.reclaimable_blocks,
+        lease=lease(message.lease),
     )
 
 
@@ -75,7 +130,32 @@ def usage(message: pb.Usage) -> Usage:
 
 def pool(message: pb.Pool) -> PoolInfo:
     """Reads the numbers of the pool."""
-    return _copied(PoolInfo, message)
+    return PoolInfo(
+        total_blocks=message.total_blocks,
+        free_blocks=message.free_blocks,
+        live_blocks=message.live_blocks,
+        cached_blocks=message.cached_blocks,
+        pinned_blocks=message.pinned_blocks,
+        block_size=message.block_size,
+        used_slots=message.used_slots,
+        reclaimable_blocks=message.reclaimable_blocks,
+        level=PRESSURE_LEVELS.get(message.level, PressureLevel.UNKNOWN),
+    )
+
+
+def change(message: pb.WatchEvent) -> ContextChange:
+    """Reads what happened to a context."""
+    told = message.change
+    return ContextChange(
+        sequence=message.sequence,
+        kind=CHANGE_KINDS.get(told.kind, ChangeKind.UNKNOWN),
+        context_id=told.context_id,
+        parent_id=told.parent_id if told.HasField("parent_id") else None,
+        root_id=told.root_id,
+        fork_position=told.fork_position,
+        length=told.length,
+        lease=lease(told.lease),
+    )
 
 
 def released(message: pb.ReleaseResponse) -> Released:
@@ -90,7 +170,14 @@ def score(message: pb.ContinuationScore) -> ContinuationScore:
 
 def chunk(message: pb.Chunk) -> Chunk:
     """Reads tokens of one step."""
-    return Chunk(message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs))
+    tops = message.top_logprobs
+    return Chunk(
+        message.branch,
+        tuple(message.token_ids),
+        message.text,
+        tuple(message.logprobs),
+        tuple(TopLogprobs(tuple(top.token_ids), tuple(top.logprobs)) for top in tops),
+    )
 
 
 def branch_error(message: pb.BranchError) -> AgentKVError:

@@ -1,7 +1,8 @@
 """What a request can need, what there is, and who gives way.
 
-Under pressure, in this order: prefix cache goes; idle contexts give up KV, least recently used
-first, and recompute it at their next use; the youngest running request waits (`StepPlanner`);
+Under pressure, in this order: prefix cache goes; idle contexts give up KV (droppable and expired
+ones first, then parked ones, then the rest, each least recently used first) and recompute it at
+their next use; the youngest running request waits (`StepPlanner`);
 the request is refused with numbers. What is pinned never gives way.
 """
 
@@ -95,13 +96,13 @@ class Admission:
         for context in self._idle(request.context.tenant):
             if self.is_within_quota(request, num_blocks):
                 break
-            self._store.set_hold(context, Hold.TOKENS)
+            self._store.give_way(context)
         if not self.is_within_quota(request, num_blocks):
             return False
         if self._tree.evict(num_blocks):
             return True
         for context in self._idle(None):
-            self._store.set_hold(context, Hold.TOKENS)
+            self._store.give_way(context)
             if self._tree.evict(num_blocks):
                 return True
         return False
@@ -113,7 +114,13 @@ class Admission:
             for context in self._store
             if context.hold is Hold.KV and tenant in (None, context.tenant)
         ]
-        idle.sort(key=lambda context: (context.request is not None, context.last_used))
+        idle.sort(
+            key=lambda context: (
+                context.request is not None,
+                context.lease.firmness,
+                context.last_used,
+            )
+        )
         return idle
 
     def _num_needed(self, request: Request) -> int:

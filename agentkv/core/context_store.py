@@ -14,11 +14,13 @@ from agentkv.config import LimitsConfig, QuotasConfig
 from agentkv.core.bill import Bill
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.lease import Lease
 from agentkv.core.ledger import Ledger
 from agentkv.core.quotas import Quotas
 from agentkv.core.segment import Hold
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, Residency
+from agentkv.core.watch import ChangeKind, WatchHub
 from agentkv.errors import (
     ContextBusy,
     ContextMoved,
@@ -39,6 +41,14 @@ class ContextPage(NamedTuple):
     """Continues the list; empty at its end."""
 
 
+class _PathBlocks(NamedTuple):
+    private: int
+    """Held by this context alone."""
+    shared: int
+    reclaimable: int
+    """Those of both that no running request and no pin holds."""
+
+
 class ContextStore:
     """The contexts of all tenants.
 
@@ -54,6 +64,8 @@ class ContextStore:
         quotas: QuotasConfig | None = None,
     ) -> None:
         self.tree = tree
+        self.hub = WatchHub()
+        """Those who watch, told of whatever happens here."""
         self.ledger = Ledger(tree.residency.occupancies, max_ended_trees=limits.max_ended_trees)
         self.quotas = Quotas(quotas or QuotasConfig(), limits, tree)
         self._limits = limits
@@ -108,7 +120,7 @@ class ContextStore:
         tenant: str,
         tokens: Sequence[int],
         *,
-        pinned: bool,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> Context:
@@ -118,12 +130,13 @@ class ContextStore:
             PoolExhausted: The tenant holds as many contexts as it may.
         """
         self._admit(tenant, 1)
-        hold = Hold.PINNED if pinned else Hold.KV
-        tail, _ = self.tree.open(tenant, array("I", tokens), hold)
-        context = Context(self._new_id(), tenant, tail, 0, hold, hold, now, labels=dict(labels))
+        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold)
+        context = Context(
+            self._new_id(), tenant, tail, 0, lease.hold, lease, now, labels=dict(labels)
+        )
         context.root_id = context.id
         self.ledger.begin(context)
-        self._add(context)
+        self._add(context, ChangeKind.CREATED)
         return context
 
     def fork(
@@ -132,6 +145,7 @@ class ContextStore:
         *,
         count: int,
         at: int | None,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> list[Context]:
@@ -153,10 +167,10 @@ class ContextStore:
         _check_position(position, parent.length)
         self.quotas.require_branches(parent.tenant, parent.depth, len(parent.children), count)
         self._admit(parent.tenant, count)
-        children = self._branch(parent, count, position, parent.idle_hold, dict(labels), now)
+        children = self._branch(parent, count, position, lease.hold, lease, dict(labels), now)
         for child in children:
             parent.children[child] = None
-            self._add(child)
+            self._add(child, ChangeKind.FORKED)
         return children
 
     def fork_hidden(self, parent: Context, count: int) -> list[Context]:
@@ -164,8 +178,11 @@ class ContextStore:
 
         They keep no KV of their own while nothing runs on them; what they use is their parent's.
         """
-        children = self._branch(parent, count, parent.length, Hold.TOKENS, {}, parent.create_time)
+        children = self._branch(
+            parent, count, parent.length, Hold.TOKENS, parent.lease, {}, parent.create_time
+        )
         for child in children:
+            child.is_hidden = True
             child.bill = parent.bill
         self._hidden.update(children)
         return children
@@ -190,8 +207,14 @@ class ContextStore:
         self.ledger.end(context)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
         self.ledger.begin(context)
-        context.length = length
         context.num_once_computed = min(context.num_once_computed, length)
+        if length != context.length:
+            self.set_length(context, length)
+
+    def set_length(self, context: Context, length: int) -> None:
+        """Commits the tokens of a context's path up to a length, and no more."""
+        context.length = length
+        self.hub.tell(ChangeKind.RESIZED, context)
 
     def release(self, context: Context) -> None:
         """Forgets a context; its blocks go where nothing else holds them. Children live on."""
@@ -205,6 +228,7 @@ class ContextStore:
             if context.parent is not None and context.parent.is_released:
                 self.ledger.close_hidden(context)
             return
+        self.hub.tell(ChangeKind.RELEASED, context)
         self.ledger.close(context)
         for hidden in self._hidden:  # they outlive the bill they shared
             if hidden.parent is context:
@@ -235,11 +259,35 @@ class ContextStore:
         if is_moved:
             self.ledger.begin(context)
 
+    def set_lease(self, context: Context, lease: Lease) -> None:
+        """Gives a context a lease, which its hold follows at once."""
+        was_pinned = context.is_pinned
+        context.lease = lease
+        if lease.hold is Hold.PINNED or context.request is None:
+            self.set_hold(context, context.idle_hold)
+        elif was_pinned:  # its request goes on as any other does
+            self.set_hold(context, Hold.FIRM if context.request.is_running else Hold.KV)
+
+    def give_way(self, context: Context) -> None:
+        """Lets a context's KV go as soon as somebody needs the room; its tokens stay."""
+        self.set_hold(context, Hold.TOKENS)
+        if not context.has_given_way:
+            context.has_given_way = True
+            self.hub.tell(ChangeKind.EVICTED, context)
+
+    def settle(self, context: Context) -> None:
+        """Keeps a context as its lease says once no request runs on it."""
+        self.set_hold(context, context.idle_hold)
+        self.touch(context)
+        if context.has_given_way and self.tree.num_computed(context.tail) >= context.length - 1:
+            context.has_given_way = False
+            self.hub.tell(ChangeKind.RESTORED, context)
+
     def view(self, context: Context) -> ContextView:
         """Describes a context at its committed length."""
         tree = self.tree
         num_computed = min(tree.num_computed(context.tail), context.length)
-        private, shared = self._num_blocks(context)
+        private, shared, reclaimable = self._num_blocks(context)
         parent_id = None if context.parent is None else context.parent.id
         return ContextView(
             id=context.id,
@@ -251,8 +299,10 @@ class ContextStore:
             num_computed=num_computed,
             private_blocks=private,
             shared_blocks=shared,
+            reclaimable_blocks=reclaimable,
             residency=_residency(num_computed, context.length),
-            pinned=context.is_pinned,
+            lease=context.lease,
+            expire_time=context.expire_time,
             has_head_logits=context.request is None and context.tail in tree.heads,
             is_busy=context.request is not None,
             num_children=len(context.children),
@@ -332,6 +382,7 @@ class ContextStore:
         count: int,
         position: int,
         hold: Hold,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> list[Context]:
@@ -346,7 +397,7 @@ class ContextStore:
                 tail,
                 position,
                 hold,
-                hold,
+                lease,
                 now,
                 parent,
                 position,
@@ -360,18 +411,22 @@ class ContextStore:
             for number in range(count)
         ]
 
-    def _num_blocks(self, context: Context) -> tuple[int, int]:
-        """Counts the blocks that only this context holds, and the others of its path."""
-        private = shared = 0
+    def views(self, tenant: str) -> list[ContextView]:
+        """Describes all contexts of a tenant, parents before their children."""
+        return [self.view(context) for context in self if context.tenant == tenant]
+
+    def _num_blocks(self, context: Context) -> _PathBlocks:
+        """Counts the blocks of a path by who else counts on them."""
+        private = shared = reclaimable = 0
         is_private, size, segment = True, self.tree.block_size, context.tail
         while segment.parent is not None:
             is_private = is_private and segment.holds[Hold.TOKENS] == 1
-            if is_private:
-                private += segment.num_owned(size)
-            else:
-                shared += segment.num_owned(size)
+            owned = segment.num_owned(size)
+            private += owned if is_private else 0
+            shared += 0 if is_private else owned
+            reclaimable += 0 if segment.holds[Hold.FIRM] else owned
             segment = segment.parent
-        return private, shared
+        return _PathBlocks(private, shared, reclaimable)
 
     def _usage_view(self, tenant: str, bill: Bill, num_contexts: int) -> UsageView:
         held = self._num_per_tenant.get(tenant, 0)
@@ -381,11 +436,12 @@ class ContextStore:
     def _admit(self, tenant: str, count: int) -> None:
         self.quotas.require_contexts(tenant, self._num_per_tenant.get(tenant, 0), count)
 
-    def _add(self, context: Context) -> None:
+    def _add(self, context: Context, kind: ChangeKind) -> None:
         context.number = next(self._numbers)
         self.ledger.add(context)
         self._contexts[context.id] = context
         self._num_per_tenant[context.tenant] = self._num_per_tenant.get(context.tenant, 0) + 1
+        self.hub.tell(kind, context)
 
 
 def _number_of(page_token: str) -> int:

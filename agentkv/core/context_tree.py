@@ -212,6 +212,18 @@ class ContextTree:
             computed, node = node.num_computed, node.parent
         return computed
 
+    def num_blocks_at(self, key: Hashable, level: Hold) -> int:
+        """Counts the blocks that paths held at a level take below one root, once all is computed.
+
+        What they share counts once. Costs a walk over those paths.
+        """
+        size, count, nodes = self.block_size, 0, [self.root(key)]
+        while nodes:
+            node = nodes.pop()
+            count += -(-node.end // size) + -node.start // size  # a cut block is the upper part's
+            nodes.extend(child for child in node.children if child.holds[level])
+        return count
+
     def __iter__(self) -> Iterator[Segment]:
         """Walks all segments but the roots, parents before children."""
         for root in self._roots.values():

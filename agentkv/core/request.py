@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from agentkv.core.batch import Stream
+from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
+from agentkv.core.token_counter import TokenCounter
+from agentkv.core.token_rules import TokenRules
 from agentkv.core.views import Usage
 from agentkv.errors import AgentKVError
 from agentkv.sampling_params import SamplingParams
@@ -49,6 +51,12 @@ class Request:
     stream: Stream = _NO_STREAM
     end_token_ids: frozenset[int] = frozenset()
     """Ids that end generation."""
+    rules: TokenRules | None = None
+    """What the request says of single tokens."""
+    early_rules: TokenRules | None = None
+    """The same before `params.min_tokens` are generated: no token ends it then."""
+    counter: TokenCounter | None = None
+    """Tokens that penalties count, all of them committed; None without penalties."""
     next_scored: int | None = None
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
@@ -66,9 +74,21 @@ class Request:
     """Of the scored tokens so far."""
 
     @property
+    def is_running(self) -> bool:
+        """Whether it is among those that steps compute."""
+        return self.status is RequestStatus.RUNNING
+
+    @property
     def usage(self) -> Usage:
         """Tokens run, reused and made so far."""
         return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
+
+    @property
+    def rules_now(self) -> TokenRules | None:
+        """What holds for the next token."""
+        assert self.params is not None
+        is_early = self.generated_tokens < self.params.min_tokens
+        return self.early_rules if is_early else self.rules
 
     @property
     def target(self) -> int:
@@ -91,3 +111,4 @@ class Event(NamedTuple):
     logprob: float | None = None
     finish: FinishReason | None = None
     error: AgentKVError | None = None
+    top: TopLogprobs | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
-from agentkv.core.batch import Batch, StepResult
+from agentkv.core.batch import Batch, Sampled, StepResult
 from agentkv.core.batch_builder import Work, build_batch
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context_store import ContextStore
@@ -42,6 +42,7 @@ class Scheduler:
 
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
+        self._store = store
         self._tree = store.tree
         self._ledger = store.ledger
         self._config = config
@@ -83,6 +84,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Plans a step; None when there is nothing to do or to say."""
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
@@ -109,10 +111,10 @@ class Scheduler:
         for work in step.works:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
-                token, logprob, failed = next(samples)
-                events.append(self._commit_token(work.request, token, logprob, failed))
+                events.append(self._commit_token(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
-                work.request.context.length = work.request.context.tail.end
+                context = work.request.context
+                self._store.set_length(context, context.tail.end)
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -147,24 +149,24 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_token(
-        self, request: Request, token: int, logprob: float | None, failed: bool
-    ) -> Event:
-        context, params = request.context, request.params
+    def _commit_token(self, request: Request, sampled: Sampled) -> Event:
+        context, params, token = request.context, request.params, sampled.token
         assert params is not None
-        if failed:
+        if sampled.failed:
             error = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
             )
             return Event(request, finish=FinishReason.ERROR, error=error)
         context.tail = self._tree.append(context.tail, (token,), context.hold)
-        context.length += 1
+        self._store.set_length(context, context.length + 1)
         request.generated_tokens += 1
         context.bill.generated_tokens += 1
+        if request.counter is not None:
+            request.counter.add(token)
         finish = None
         if token in request.end_token_ids:
             finish = FinishReason.STOP
         elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
             finish = FinishReason.LENGTH
-        return Event(request, token, logprob, finish)
+        return Event(request, token, sampled.logprob, finish, top=sampled.top)

@@ -57,6 +57,8 @@ def build_engine_for(
         pool=PoolConfig(num_blocks=num_blocks, block_size=config.block_size),
         scheduler=config.scheduler,
         limits=config.limits,
+        leases=config.leases,
+        pressure=config.pressure,
         quotas=config.quotas,
         end_token_ids=frozenset(loaded.eos_token_ids),
         new_id=_new_handles(),

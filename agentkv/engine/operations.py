@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentkv.core.batch import TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.views import ContextView, PoolView, Usage
@@ -62,10 +63,10 @@ class Commit(Operation):
         is_create: bool = False,
     ) -> None:
         super().__init__(requests)
-        self._context = context
+        self.context = context
+        self.is_create = is_create
         self._view = view
         self._pool = pool
-        self._is_create = is_create
         self._answer: Committed | None = None
 
     @property
@@ -73,13 +74,13 @@ class Commit(Operation):
         """The context as it was when the last of its tokens was committed."""
         assert self.is_done and self.error is None
         if self._answer is None:  # no token was given, so nothing had to run
-            self._answer = Committed(self._view(self._context), Usage(), self._pool())
+            self._answer = Committed(self._view(self.context), Usage(), self._pool())
         return self._answer
 
     @property
     def leftovers(self) -> tuple[Context, ...]:
         """A context whose first tokens were never committed."""
-        return (self._context,) if self._is_create and self._answer is None else ()
+        return (self.context,) if self.is_create and self._answer is None else ()
 
     @property
     def has_failed(self) -> bool:
@@ -92,7 +93,7 @@ class Commit(Operation):
         if event.error is None:
             request = event.request
             self._answer = Committed(
-                self._view(self._context), request.usage, self._pool(), tuple(request.logprobs)
+                self._view(self.context), request.usage, self._pool(), tuple(request.logprobs)
             )
 
 
@@ -131,6 +132,7 @@ class _Branch:
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     text: str = ""
 
 
@@ -165,6 +167,11 @@ class Generation(Operation):
             self._news.append(Branches(tuple(view(request.context) for request in requests)))
         self._finishes: list[Finish] = []
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something is left after news were taken: never, they are taken at once."""
+        return False
+
     def take_news(self) -> tuple[Update, ...]:
         """Hands over what came since the last call: at most one chunk per branch."""
         for branch in self._branches.values():
@@ -175,9 +182,11 @@ class Generation(Operation):
                         tuple(branch.token_ids),
                         branch.text,
                         tuple(branch.logprobs),
+                        tuple(branch.top_logprobs),
                     )
                 )
                 branch.token_ids, branch.logprobs, branch.text = [], [], ""
+                branch.top_logprobs = []
         news = (*self._news, *self._finishes)
         self._news, self._finishes = [], []
         return news
@@ -190,6 +199,8 @@ class Generation(Operation):
             branch.token_ids.append(event.token)
             if event.logprob is not None:
                 branch.logprobs.append(event.logprob)
+            if event.top is not None:
+                branch.top_logprobs.append(event.top)
             if reason is FinishReason.STOP:  # a stop token: committed, its text withheld
                 num_before_stop = request.generated_tokens - 1
             else:

@@ -6,16 +6,19 @@ position lies inside it and whether blocks are free are the engine's to say.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.message import Message
 
 from agentkv.config import LimitsConfig
+from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
-from agentkv.sampling_params import MAX_STOPS, SamplingParams
+from agentkv.sampling_params import SamplingParams
 from agentkv.server.inputs import ChatInput, TextInput, TokenInput
+from agentkv.server.sampling_checks import check_sampling
 from agentkv.server.unknown_fields import unknown_fields
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -31,6 +34,15 @@ MAX_TOKENS_READ: Final = 65_536
 MAX_CHARACTERS_PER_TOKEN: Final = 32
 """No text that fits a context has more for each token; longer text takes minutes to tokenise."""
 DEFAULT_PAGE_SIZE: Final = 100
+LEASE_MODES: Final = MappingProxyType(
+    {
+        pb.LEASE_MODE_UNSPECIFIED: None,
+        pb.LEASE_MODE_RETAIN: LeaseMode.RETAIN,
+        pb.LEASE_MODE_PIN: LeaseMode.PIN,
+        pb.LEASE_MODE_PARK: LeaseMode.PARK,
+        pb.LEASE_MODE_DROPPABLE: LeaseMode.DROPPABLE,
+    }
+)
 
 
 class Checks:
@@ -114,6 +126,25 @@ class Checks:
         # Maps travel in any order, and a repeat must look like the request it repeats.
         return dict(sorted(labels.items()))
 
+    def lease(
+        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest
+    ) -> LeaseTerms | None:
+        """Checks the lease that is asked for; None when the caller named none.
+
+        Which times a lease may have is the engine's to say.
+        """
+        if not request.HasField("lease"):
+            return None
+        options = request.lease
+        self._require(
+            options.mode in LEASE_MODES,
+            "lease.mode",
+            f"is none this server knows, got {options.mode}",
+            Reason.UNSUPPORTED_OPTION,
+        )
+        ttl = options.ttl if options.HasField("ttl") else None
+        return LeaseTerms(LEASE_MODES.get(options.mode), ttl, options.may_reduce)
+
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""
         count = request.count if request.HasField("count") else 1
@@ -168,27 +199,10 @@ class Checks:
 
     def sampling(self, options: pb.SamplingOptions) -> SamplingParams:
         """Checks the sampling options."""
-        fits = [
-            self._require(
-                len(given) <= MAX_STOPS, f"sampling.{name}", f"takes at most {MAX_STOPS} entries"
-            )
-            for name, given in (("stop", options.stop), ("stop_token_ids", options.stop_token_ids))
-        ]
-        if not all(fits):
-            return SamplingParams()
-        width = self._model.vocab_size
-        self._require(
-            all(token < width for token in options.stop_token_ids),
-            "sampling.stop_token_ids",
-            f"must each be below the vocabulary width {width}",
-            Reason.TOKEN_OUT_OF_RANGE,
-        )
-        try:
-            return _sampling_params(options)
-        except InvalidRequest as error:
-            for field, what in error.violations.items():
-                self._add(f"sampling.{field}", what)
-            return SamplingParams()
+        checked = check_sampling(options, self._model.vocab_size)
+        for violation in checked.violations:
+            self._add(*violation)
+        return checked.params
 
     def tokenised(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Checks what text became: text of one character may be no token at all."""
@@ -295,15 +309,3 @@ class Checks:
 def max_characters(model: ModelFacts) -> int:
     """Says how long a text or a conversation may be, in characters, to be tokenised at all."""
     return model.max_length * MAX_CHARACTERS_PER_TOKEN
-
-
-def _sampling_params(options: pb.SamplingOptions) -> SamplingParams:
-    """Takes each option that was given; the others keep their defaults."""
-    given = {field.name: value for field, value in options.ListFields() if field.has_presence}
-    return SamplingParams(
-        stop=tuple(options.stop),
-        stop_token_ids=tuple(options.stop_token_ids),
-        ignore_eos=options.ignore_eos,
-        logprobs=options.logprobs,
-        **given,
-    )

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
-from agentkv.config import LimitsConfig, ServerConfig
+from agentkv.config import LeaseConfig, LimitsConfig, ServerConfig
 from agentkv.core.bill import Bill
+from agentkv.core.lease import Lease, LeaseReduction
 from agentkv.core.occupancy import Tier
+from agentkv.core.pressure import PressureLevel
 from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
+from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -35,6 +38,36 @@ RESIDENCIES: Final = MappingProxyType(
         Residency.NONE: pb.RESIDENCY_NONE,
     }
 )
+LEASE_MODES: Final = MappingProxyType(
+    {mode: value for value, mode in checks.LEASE_MODES.items() if mode is not None}
+)
+REDUCTIONS: Final = MappingProxyType(
+    {
+        LeaseReduction.PIN_QUOTA: pb.LEASE_REDUCTION_PIN_QUOTA,
+        LeaseReduction.MAX_TTL: pb.LEASE_REDUCTION_MAX_TTL,
+    }
+)
+PRESSURE_LEVELS: Final = MappingProxyType(
+    {
+        PressureLevel.OK: pb.PRESSURE_LEVEL_OK,
+        PressureLevel.SOFT: pb.PRESSURE_LEVEL_SOFT,
+        PressureLevel.HARD: pb.PRESSURE_LEVEL_HARD,
+    }
+)
+CHANGE_KINDS: Final = MappingProxyType(
+    {
+        ChangeKind.CREATED: pb.CHANGE_KIND_CREATED,
+        ChangeKind.FORKED: pb.CHANGE_KIND_FORKED,
+        ChangeKind.RELEASED: pb.CHANGE_KIND_RELEASED,
+        ChangeKind.RESIZED: pb.CHANGE_KIND_RESIZED,
+        ChangeKind.LEASED: pb.CHANGE_KIND_LEASED,
+        ChangeKind.EXPIRING: pb.CHANGE_KIND_EXPIRING,
+        ChangeKind.EXPIRED: pb.CHANGE_KIND_EXPIRED,
+        ChangeKind.EVICTED: pb.CHANGE_KIND_EVICTED,
+        ChangeKind.PARKED: pb.CHANGE_KIND_PARKED,
+        ChangeKind.RESTORED: pb.CHANGE_KIND_RESTORED,
+    }
+)
 TIERS: Final = MappingProxyType(
     {
         Tier.DEVICE: pb.TIER_DEVICE,
@@ -49,6 +82,18 @@ FINISH_REASONS: Final = MappingProxyType(
         FinishReason.ERROR: pb.FINISH_REASON_ERROR,
     }
 )
+
+
+def lease(value: Lease, expire_time: float | None) -> pb.Lease:
+    """Translates the lease that was granted."""
+    message = pb.Lease(
+        mode=LEASE_MODES[value.mode],
+        ttl=value.ttl,
+        reductions=[REDUCTIONS[reduction] for reduction in value.reductions],
+    )
+    if expire_time is not None:
+        message.expire_time.FromNanoseconds(int(expire_time * 1e9))
+    return message
 
 
 def context(view: ContextView) -> pb.Context:
@@ -69,6 +114,8 @@ def context(view: ContextView) -> pb.Context:
         busy=view.is_busy,
         num_children=view.num_children,
         labels=dict(view.labels),
+        reclaimable_blocks=view.reclaimable_blocks,
+        lease=lease(view.lease, view.expire_time),
     )
     message.create_time.FromNanoseconds(int(view.create_time * 1e9))
     return message
@@ -84,6 +131,8 @@ def pool(view: PoolView) -> pb.Pool:
         pinned_blocks=view.pinned,
         block_size=view.block_size,
         used_slots=view.used_slots,
+        reclaimable_blocks=view.reclaimable,
+        level=PRESSURE_LEVELS[view.level],
     )
 
 
@@ -154,7 +203,10 @@ def quotas(view: QuotaView) -> pb.Quotas:
 def created(value: Committed) -> pb.CreateResponse:
     """Translates the answer of Create."""
     return pb.CreateResponse(
-        context=context(value.context), usage=usage(value.usage), pool=pool(value.pool)
+        context=context(value.context),
+        usage=usage(value.usage),
+        pool=pool(value.pool),
+        logprobs=value.logprobs,
     )
 
 
@@ -166,6 +218,36 @@ def extended(value: Committed) -> pb.ExtendResponse:
         pool=pool(value.pool),
         logprobs=value.logprobs,
     )
+
+
+def watched(updates: Sequence[WatchUpdate]) -> pb.WatchResponse:
+    """Translates what a watcher is told at once."""
+    return pb.WatchResponse(events=[_watch_event(update) for update in updates])
+
+
+def _watch_event(update: WatchUpdate) -> pb.WatchEvent:
+    match update:
+        case Snapshot():
+            snapshot = pb.WatchSnapshot(
+                contexts=[context(view) for view in update.contexts],
+                pool=pool(update.pool),
+                is_first=update.is_first,
+                is_last=update.is_last,
+            )
+            return pb.WatchEvent(sequence=update.sequence, snapshot=snapshot)
+        case PoolChange():
+            return pb.WatchEvent(sequence=update.sequence, pressure=pool(update.pool))
+        case Change():
+            change = pb.ContextChange(
+                kind=CHANGE_KINDS[update.kind],
+                context_id=update.context_id,
+                parent_id=update.parent_id,
+                root_id=update.root_id,
+                fork_position=update.fork_position,
+                length=update.length,
+                lease=lease(update.lease, update.expire_time),
+            )
+            return pb.WatchEvent(sequence=update.sequence, change=change)
 
 
 def finish(value: Finish) -> pb.Finish:
@@ -193,6 +275,12 @@ def branch_error(error: AgentKVError) -> pb.BranchError:
     )
 
 
+def add_top_logprobs(message: pb.Chunk, value: Chunk) -> None:
+    """Adds the most likely tokens in the place of each token, where they were asked for."""
+    for top in value.top_logprobs:
+        message.top_logprobs.add(token_ids=top.token_ids, logprobs=top.logprobs)
+
+
 def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
     """Translates one step of Generate: what it committed, and the end if it came."""
     message = pb.GenerateResponse()
@@ -203,6 +291,7 @@ def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
                 message.chunk.token_ids.extend(update.token_ids)
                 message.chunk.logprobs.extend(update.logprobs)
                 message.chunk.text += update.text
+                add_top_logprobs(message.chunk, update)
             case Finish():
                 message.finish.CopyFrom(finish(update))
             case Branches():
@@ -224,6 +313,7 @@ def branches_generated(updates: Sequence[Update]) -> pb.GenerateBranchesResponse
                 chunk.text = update.text
                 if update.logprobs:
                     chunk.logprobs.extend(update.logprobs)
+                    add_top_logprobs(chunk, update)
             case Finish():
                 message.finishes.append(finish(update))
             case Branches():
@@ -245,7 +335,13 @@ def model(facts: ModelFacts) -> pb.Model:
     )
 
 
-def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.Limits:
+def limits(
+    engine: LimitsConfig,
+    leases: LeaseConfig,
+    server: ServerConfig,
+    facts: ModelFacts,
+    num_blocks: int,
+) -> pb.Limits:
     """Translates what one tenant or one call may ask for."""
     return pb.Limits(
         max_contexts=engine.max_contexts,
@@ -259,6 +355,10 @@ def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.
         max_deadline=server.max_deadline,
         stall_timeout=server.stall_timeout,
         max_characters=checks.max_characters(facts),
+        default_lease_ttl=leases.default_ttl,
+        max_lease_ttl=leases.max_ttl,
+        max_pinned_blocks=leases.max_pinned(num_blocks),
+        handle_retention=leases.handle_retention,
     )
 
 

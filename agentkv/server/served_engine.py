@@ -5,17 +5,20 @@
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.core.context_store import ContextPage
+from agentkv.core.lease import LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
+from agentkv.core.watch import WatchUpdate
 from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
     EngineView,
     Forked,
+    Leased,
     ModelFacts,
     Released,
     Scores,
@@ -24,6 +27,8 @@ from agentkv.engine.outputs import (
 )
 from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
+
+UpdateT_co = TypeVar("UpdateT_co", covariant=True)
 
 
 class TokenizerLike(Protocol):
@@ -44,8 +49,8 @@ class TokenizerLike(Protocol):
         ...
 
 
-class UpdateStream(Protocol):
-    """What one generation reports, one tuple per engine step."""
+class UpdateStream(Protocol[UpdateT_co]):
+    """What one generation, or one watch, reports: one tuple per engine step."""
 
     async def __aenter__(self) -> Self:
         """Begins the stream."""
@@ -68,7 +73,7 @@ class UpdateStream(Protocol):
         """Iterates over the steps."""
         ...
 
-    async def __anext__(self) -> tuple[Update, ...]:
+    async def __anext__(self) -> tuple[UpdateT_co, ...]:
         """Waits for the next step that has something to report."""
         ...
 
@@ -84,6 +89,11 @@ class ServedEngine(Protocol):
     @property
     def tokenizer(self) -> TokenizerLike:
         """Text to token ids."""
+        ...
+
+    @property
+    def lease_limits(self) -> LeaseConfig:
+        """For how long, and how firmly, KV may be kept for a tenant."""
         ...
 
     @property
@@ -108,8 +118,10 @@ class ServedEngine(Protocol):
         tenant: str,
         token_ids: Sequence[int],
         *,
+        lease: LeaseTerms = ...,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...
@@ -121,6 +133,7 @@ class ServedEngine(Protocol):
         *,
         count: int = 1,
         at: int | None = None,
+        lease: LeaseTerms | None = None,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
     ) -> Forked:
@@ -146,7 +159,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         *,
         expected_length: int | None = None,
-    ) -> UpdateStream:
+    ) -> UpdateStream[Update]:
         """Generates on a context."""
         ...
 
@@ -159,7 +172,7 @@ class ServedEngine(Protocol):
         *,
         at: int | None = None,
         labels: Mapping[str, str] = ...,
-    ) -> UpdateStream:
+    ) -> UpdateStream[Update]:
         """Forks a context and generates on every branch."""
         ...
 
@@ -173,6 +186,20 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
     ) -> Truncated:
         """Drops every token at or beyond `length`."""
+        ...
+
+    async def update_lease(
+        self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
+    ) -> Leased:
+        """Renews or replaces leases, all or none."""
+        ...
+
+    def watch(self, tenant: str) -> UpdateStream[WatchUpdate]:
+        """Tells what happens to a tenant's contexts, a snapshot first."""
+        ...
+
+    async def end_watches(self) -> None:
+        """Ends every watch with SHUTTING_DOWN: nobody else would."""
         ...
 
     async def release(

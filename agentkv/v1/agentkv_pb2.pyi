@@ -5,8 +5,8 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetUsage, GetServerInfo)
-move none.
+Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
+List, Watch, GetUsage, GetServerInfo) move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -95,6 +95,146 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 3
 """A failure; see `Finish.error`. What was committed before stays."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _LeaseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_MODE_UNSPECIFIED: _LeaseMode.ValueType  # 0
+    """As it is, or the default."""
+    LEASE_MODE_RETAIN: _LeaseMode.ValueType  # 1
+    """While there is room: gives way to requests, least recently used first."""
+    LEASE_MODE_PIN: _LeaseMode.ValueType  # 2
+    """On the device whatever the pressure. Counts against Limits.max_pinned_blocks."""
+    LEASE_MODE_PARK: _LeaseMode.ValueType  # 3
+    """A tool is running: gives way before what is retained. Ends with the next use."""
+    LEASE_MODE_DROPPABLE: _LeaseMode.ValueType  # 4
+    """Not counted on: the first to give way."""
+
+class LeaseMode(_LeaseMode, metaclass=_LeaseModeEnumTypeWrapper):
+    """How firmly KV is kept while no request runs on its context."""
+
+LEASE_MODE_UNSPECIFIED: LeaseMode.ValueType  # 0
+"""As it is, or the default."""
+LEASE_MODE_RETAIN: LeaseMode.ValueType  # 1
+"""While there is room: gives way to requests, least recently used first."""
+LEASE_MODE_PIN: LeaseMode.ValueType  # 2
+"""On the device whatever the pressure. Counts against Limits.max_pinned_blocks."""
+LEASE_MODE_PARK: LeaseMode.ValueType  # 3
+"""A tool is running: gives way before what is retained. Ends with the next use."""
+LEASE_MODE_DROPPABLE: LeaseMode.ValueType  # 4
+"""Not counted on: the first to give way."""
+Global___LeaseMode: _TypeAlias = LeaseMode  # noqa: Y015
+
+class _LeaseReduction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseReductionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseReduction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_REDUCTION_UNSPECIFIED: _LeaseReduction.ValueType  # 0
+    """Not known to this client."""
+    LEASE_REDUCTION_PIN_QUOTA: _LeaseReduction.ValueType  # 1
+    """The tenant's pins are used up, or a pinned context outgrew them: it is retained, not pinned."""
+    LEASE_REDUCTION_MAX_TTL: _LeaseReduction.ValueType  # 2
+    """The time asked for was above the limit."""
+
+class LeaseReduction(_LeaseReduction, metaclass=_LeaseReductionEnumTypeWrapper):
+    """Why less was granted than asked for."""
+
+LEASE_REDUCTION_UNSPECIFIED: LeaseReduction.ValueType  # 0
+"""Not known to this client."""
+LEASE_REDUCTION_PIN_QUOTA: LeaseReduction.ValueType  # 1
+"""The tenant's pins are used up, or a pinned context outgrew them: it is retained, not pinned."""
+LEASE_REDUCTION_MAX_TTL: LeaseReduction.ValueType  # 2
+"""The time asked for was above the limit."""
+Global___LeaseReduction: _TypeAlias = LeaseReduction  # noqa: Y015
+
+class _PressureLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PressureLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PressureLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRESSURE_LEVEL_UNSPECIFIED: _PressureLevel.ValueType  # 0
+    """Not known to this client."""
+    PRESSURE_LEVEL_OK: _PressureLevel.ValueType  # 1
+    """Blocks are free, or cache that nobody counts on."""
+    PRESSURE_LEVEL_SOFT: _PressureLevel.ValueType  # 2
+    """Most blocks are held by contexts: idle ones are about to give way."""
+    PRESSURE_LEVEL_HARD: _PressureLevel.ValueType  # 3
+    """Most blocks are held by running requests and pins: what comes now may wait or be refused."""
+
+class PressureLevel(_PressureLevel, metaclass=_PressureLevelEnumTypeWrapper):
+    """How hard it is to have a block."""
+
+PRESSURE_LEVEL_UNSPECIFIED: PressureLevel.ValueType  # 0
+"""Not known to this client."""
+PRESSURE_LEVEL_OK: PressureLevel.ValueType  # 1
+"""Blocks are free, or cache that nobody counts on."""
+PRESSURE_LEVEL_SOFT: PressureLevel.ValueType  # 2
+"""Most blocks are held by contexts: idle ones are about to give way."""
+PRESSURE_LEVEL_HARD: PressureLevel.ValueType  # 3
+"""Most blocks are held by running requests and pins: what comes now may wait or be refused."""
+Global___PressureLevel: _TypeAlias = PressureLevel  # noqa: Y015
+
+class _ChangeKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangeKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHANGE_KIND_UNSPECIFIED: _ChangeKind.ValueType  # 0
+    """Not known to this client."""
+    CHANGE_KIND_CREATED: _ChangeKind.ValueType  # 1
+    """It was made; its first tokens are committed by and by."""
+    CHANGE_KIND_FORKED: _ChangeKind.ValueType  # 2
+    """It was forked."""
+    CHANGE_KIND_RELEASED: _ChangeKind.ValueType  # 3
+    """It was released, or nobody used it for Limits.handle_retention."""
+    CHANGE_KIND_RESIZED: _ChangeKind.ValueType  # 4
+    """Its length changed."""
+    CHANGE_KIND_LEASED: _ChangeKind.ValueType  # 5
+    """It has another lease."""
+    CHANGE_KIND_EXPIRING: _ChangeKind.ValueType  # 6
+    """Its lease expires soon unless it is used."""
+    CHANGE_KIND_EXPIRED: _ChangeKind.ValueType  # 7
+    """Its lease expired."""
+    CHANGE_KIND_EVICTED: _ChangeKind.ValueType  # 8
+    """It gave way: its KV may be gone, and is computed again by the next use."""
+    CHANGE_KIND_PARKED: _ChangeKind.ValueType  # 9
+    """It was parked."""
+    CHANGE_KIND_RESTORED: _ChangeKind.ValueType  # 10
+    """All of its KV is on the device again."""
+
+class ChangeKind(_ChangeKind, metaclass=_ChangeKindEnumTypeWrapper):
+    """What happened to a context."""
+
+CHANGE_KIND_UNSPECIFIED: ChangeKind.ValueType  # 0
+"""Not known to this client."""
+CHANGE_KIND_CREATED: ChangeKind.ValueType  # 1
+"""It was made; its first tokens are committed by and by."""
+CHANGE_KIND_FORKED: ChangeKind.ValueType  # 2
+"""It was forked."""
+CHANGE_KIND_RELEASED: ChangeKind.ValueType  # 3
+"""It was released, or nobody used it for Limits.handle_retention."""
+CHANGE_KIND_RESIZED: ChangeKind.ValueType  # 4
+"""Its length changed."""
+CHANGE_KIND_LEASED: ChangeKind.ValueType  # 5
+"""It has another lease."""
+CHANGE_KIND_EXPIRING: ChangeKind.ValueType  # 6
+"""Its lease expires soon unless it is used."""
+CHANGE_KIND_EXPIRED: ChangeKind.ValueType  # 7
+"""Its lease expired."""
+CHANGE_KIND_EVICTED: ChangeKind.ValueType  # 8
+"""It gave way: its KV may be gone, and is computed again by the next use."""
+CHANGE_KIND_PARKED: ChangeKind.ValueType  # 9
+"""It was parked."""
+CHANGE_KIND_RESTORED: ChangeKind.ValueType  # 10
+"""All of its KV is on the device again."""
+Global___ChangeKind: _TypeAlias = ChangeKind  # noqa: Y015
+
 class _Tier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -165,6 +305,8 @@ class Context(_message.Message):
     NUM_CHILDREN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Handle of the context: opaque, unguessable, at most 128 characters."""
     parent_id: _builtins.str
@@ -197,6 +339,10 @@ class Context(_message.Message):
     """Whether a request is changing the context now."""
     num_children: _builtins.int
     """Living contexts forked from it."""
+    reclaimable_blocks: _builtins.int
+    """Blocks among `private_blocks` and `shared_blocks` that give way to requests as things are: no
+    running request and no pin holds them.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels given when it was made."""
@@ -204,6 +350,10 @@ class Context(_message.Message):
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was made, by the server's clock."""
+
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """The lease that was granted."""
 
     def __init__(
         self,
@@ -224,16 +374,98 @@ class Context(_message.Message):
         num_children: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        reclaimable_blocks: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "parent_id", b"parent_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "id", b"id", "labels", b"labels", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
 
 Global___Context: _TypeAlias = Context  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """For how long, and how firmly, the KV of a context is kept while no request runs on it. Tokens are
+    kept whatever the lease, until the context is released or nobody has used it for
+    `Limits.handle_retention`. Create, Fork, Extend, Generate, Truncate, Score and UpdateLease are
+    uses; observing is none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REDUCTIONS_FIELD_NUMBER: _builtins.int
+    mode: Global___LeaseMode.ValueType
+    """How firmly. PARK ends with the next use, and an expired lease too: the context is retained then."""
+    ttl: _builtins.float
+    """Seconds without use after which it expires."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it expires unless the context is used; a request that runs is use. Not set once it has
+        expired: the KV is then the first to go.
+        """
+
+    @_builtins.property
+    def reductions(self) -> _containers.RepeatedScalarFieldContainer[Global___LeaseReduction.ValueType]:
+        """Why less was granted than asked for. Empty: all was."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___LeaseMode.ValueType = ...,
+        ttl: _builtins.float = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        reductions: _abc.Iterable[Global___LeaseReduction.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "mode", b"mode", "reductions", b"reductions", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
+
+@_typing.final
+class LeaseOptions(_message.Message):
+    """The lease a caller asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    MAY_REDUCE_FIELD_NUMBER: _builtins.int
+    mode: Global___LeaseMode.ValueType
+    """How firmly. Default: as it is; for a new context RETAIN, and for a branch what its parent has."""
+    ttl: _builtins.float
+    """Seconds without use after which it expires, above 0, at most Limits.max_lease_ttl. Default:
+    Limits.default_lease_ttl.
+    """
+    may_reduce: _builtins.bool
+    """Whether less than this is fine: a pin over the quota becomes RETAIN, a longer time the longest.
+    The reply says so. Default: false, the call fails.
+    """
+    def __init__(
+        self,
+        *,
+        mode: Global___LeaseMode.ValueType = ...,
+        ttl: _builtins.float | None = ...,
+        may_reduce: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl", b"_ttl", "ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl", b"_ttl", "may_reduce", b"may_reduce", "mode", b"mode", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl: _TypeAlias = _typing.Literal["ttl"]  # noqa: Y015
+    _WhichOneofArgType__ttl: _TypeAlias = _typing.Literal["_ttl", b"_ttl"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl) -> _WhichOneofReturnType__ttl | None: ...
+
+Global___LeaseOptions: _TypeAlias = LeaseOptions  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):
@@ -250,6 +482,8 @@ class Pool(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     USED_SLOTS_FIELD_NUMBER: _builtins.int
+    RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """Blocks of the pool."""
     free_blocks: _builtins.int
@@ -264,6 +498,10 @@ class Pool(_message.Message):
     """Token positions per block."""
     used_slots: _builtins.int
     """Token positions of live and cached blocks that hold a token's KV."""
+    reclaimable_blocks: _builtins.int
+    """Blocks that give way to a request: `cached_blocks`, and those of idle contexts without a pin."""
+    level: Global___PressureLevel.ValueType
+    """How hard it is to have a block."""
     def __init__(
         self,
         *,
@@ -274,10 +512,12 @@ class Pool(_message.Message):
         pinned_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         used_slots: _builtins.int = ...,
+        reclaimable_blocks: _builtins.int = ...,
+        level: Global___PressureLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "level", b"level", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "reclaimable_blocks", b"reclaimable_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,9 +637,32 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How tokens are chosen and when generation stops."""
+    """How tokens are chosen and when generation stops. Options apply in this order: logit bias,
+    repetition penalty, presence and frequency penalty, allowed and banned tokens, temperature,
+    top-k, top-p, min-p, typical-p. Options that contradict each other are refused.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
@@ -411,6 +674,16 @@ class SamplingOptions(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PENALIZE_PROMPT_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate per branch, in [1, 1048576]. Default: 256. Generation also ends at the
     model's longest context.
@@ -432,9 +705,31 @@ class SamplingOptions(_message.Message):
     ignore_eos: _builtins.bool
     """Whether to generate past the model's own end-of-sequence tokens. Default: false."""
     logprobs: _builtins.bool
-    """Whether to report the log-probability of each generated token, before temperature and filters.
+    """Whether to report the log-probability of each generated token, before every option here.
     Default: false.
     """
+    typical_p: _builtins.float
+    """Keeps the tokens whose surprise is closest to the expected one, until their probability reaches
+    this, in (0, 1]: locally typical sampling. Default: keeps all.
+    """
+    repetition_penalty: _builtins.float
+    """Divides the positive logits of counted tokens and multiplies the negative ones, in (0, 100], as
+    in CTRL and transformers. Default: 1, changes nothing.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of each counted token, in [-100, 100]. Default: 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit once for each time it was counted, in [-100, 100]. Default: 0."""
+    penalize_prompt: _builtins.bool
+    """Which tokens the three penalties count. False: those this call generated on the branch. True:
+    those before the call as well. Default: false.
+    """
+    min_tokens: _builtins.int
+    """Tokens before which no token that ends generation is chosen, in [0, max_tokens]; stop texts end
+    it all the same. Default: 0.
+    """
+    top_logprobs: _builtins.int
+    """Reports the most likely tokens at each position too, in [0, 64]; needs `logprobs`. Default: 0."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end generation: at most 64, each of 1 to 1,024 characters. A stop's text is withheld
@@ -446,6 +741,20 @@ class SamplingOptions(_message.Message):
         """Token ids that end generation, at most 64, each below `vocab_size`. The id is committed, its
         text withheld.
         """
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """What is added to the logits of tokens, by token id: ids below `vocab_size`, values in
+        [-1000, 1000], at most 4,096.
+        """
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be chosen, at most 4,096, each below `vocab_size`. Empty: all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that are never chosen, at most 4,096, each below `vocab_size`."""
 
     def __init__(
         self,
@@ -460,27 +769,57 @@ class SamplingOptions(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         logprobs: _builtins.bool = ...,
+        typical_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        penalize_prompt: _builtins.bool = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int | None = ...,
+        top_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -488,9 +827,43 @@ class SamplingOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
 
 Global___SamplingOptions: _TypeAlias = SamplingOptions  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """The most likely tokens at one position, most likely first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of each one's probability, before every sampling option."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -502,6 +875,7 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     branch: _builtins.int
     """Number of the branch, in [0, count); 0 in Generate."""
     text: _builtins.str
@@ -516,6 +890,10 @@ class Chunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural logarithm of each token's probability when `logprobs` was asked for, else empty."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """The most likely tokens in the place of each token when `top_logprobs` was asked for, else empty."""
+
     def __init__(
         self,
         *,
@@ -523,10 +901,11 @@ class Chunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -798,6 +1177,10 @@ class Limits(_message.Message):
     MAX_DEADLINE_FIELD_NUMBER: _builtins.int
     STALL_TIMEOUT_FIELD_NUMBER: _builtins.int
     MAX_CHARACTERS_FIELD_NUMBER: _builtins.int
+    DEFAULT_LEASE_TTL_FIELD_NUMBER: _builtins.int
+    MAX_LEASE_TTL_FIELD_NUMBER: _builtins.int
+    MAX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HANDLE_RETENTION_FIELD_NUMBER: _builtins.int
     max_contexts: _builtins.int
     """Contexts one tenant may hold; more answers TENANT_QUOTA."""
     max_fork_count: _builtins.int
@@ -820,6 +1203,14 @@ class Limits(_message.Message):
     """Seconds a stream may go unread before it ends with SLOW_READER."""
     max_characters: _builtins.int
     """Characters of one text or conversation; more answers CONTEXT_TOO_LONG, and is not tokenised."""
+    default_lease_ttl: _builtins.float
+    """Seconds without use after which a lease expires that names no time."""
+    max_lease_ttl: _builtins.float
+    """Most seconds a lease may be asked for."""
+    max_pinned_blocks: _builtins.int
+    """Blocks one tenant may pin; more answers TENANT_QUOTA."""
+    handle_retention: _builtins.float
+    """Seconds without use after which a context is released, whatever its lease."""
     def __init__(
         self,
         *,
@@ -834,10 +1225,14 @@ class Limits(_message.Message):
         max_deadline: _builtins.float = ...,
         stall_timeout: _builtins.float = ...,
         max_characters: _builtins.int = ...,
+        default_lease_ttl: _builtins.float = ...,
+        max_lease_ttl: _builtins.float = ...,
+        max_pinned_blocks: _builtins.int = ...,
+        handle_retention: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_characters", b"max_characters", "max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_page_size", b"max_page_size", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_lease_ttl", b"default_lease_ttl", "handle_retention", b"handle_retention", "max_characters", b"max_characters", "max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_lease_ttl", b"max_lease_ttl", "max_page_size", b"max_page_size", "max_pinned_blocks", b"max_pinned_blocks", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -888,6 +1283,136 @@ class Counters(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Counters: _TypeAlias = Counters  # noqa: Y015
+
+@_typing.final
+class WatchEvent(_message.Message):
+    """One thing a watcher is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the event in its stream; the first is 1, and there is no gap."""
+    @_builtins.property
+    def snapshot(self) -> Global___WatchSnapshot:
+        """A piece of everything as it is."""
+
+    @_builtins.property
+    def change(self) -> Global___ContextChange:
+        """Something that happened to a context."""
+
+    @_builtins.property
+    def pressure(self) -> Global___Pool:
+        """Pressure has moved to another level."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        snapshot: Global___WatchSnapshot | None = ...,
+        change: Global___ContextChange | None = ...,
+        pressure: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "pressure", b"pressure", "snapshot", b"snapshot", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "pressure", b"pressure", "sequence", b"sequence", "snapshot", b"snapshot", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["snapshot", "change", "pressure"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___WatchEvent: _TypeAlias = WatchEvent  # noqa: Y015
+
+@_typing.final
+class WatchSnapshot(_message.Message):
+    """A piece of everything as it is. The first piece replaces what the watcher knew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    IS_FIRST_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    is_first: _builtins.bool
+    """Whether a snapshot begins with this piece."""
+    is_last: _builtins.bool
+    """Whether it ends with this piece. Changes follow."""
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
+        """At most 500 contexts, parents before their children."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool at the moment of the snapshot."""
+
+    def __init__(
+        self,
+        *,
+        contexts: _abc.Iterable[Global___Context] | None = ...,
+        pool: Global___Pool | None = ...,
+        is_first: _builtins.bool = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contexts", b"contexts", "is_first", b"is_first", "is_last", b"is_last", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchSnapshot: _TypeAlias = WatchSnapshot  # noqa: Y015
+
+@_typing.final
+class ContextChange(_message.Message):
+    """Something that happened to a context, and how the context was just after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_ID_FIELD_NUMBER: _builtins.int
+    FORK_POSITION_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    kind: Global___ChangeKind.ValueType
+    """What happened."""
+    context_id: _builtins.str
+    """Handle of the context."""
+    parent_id: _builtins.str
+    """Handle of the context it was forked from. Not set for a created one."""
+    root_id: _builtins.str
+    """Handle of the created context it descends from."""
+    fork_position: _builtins.int
+    """Tokens it shared with its parent when it was forked."""
+    length: _builtins.int
+    """Committed tokens."""
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """Its lease."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ChangeKind.ValueType = ...,
+        context_id: _builtins.str = ...,
+        parent_id: _builtins.str | None = ...,
+        root_id: _builtins.str = ...,
+        fork_position: _builtins.int = ...,
+        length: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "context_id", b"context_id", "fork_position", b"fork_position", "kind", b"kind", "lease", b"lease", "length", b"length", "parent_id", b"parent_id", "root_id", b"root_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
+    _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
+
+Global___ContextChange: _TypeAlias = ContextChange  # noqa: Y015
 
 @_typing.final
 class Bill(_message.Message):
@@ -1079,6 +1604,8 @@ class CreateRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
     character.
@@ -1090,6 +1617,10 @@ class CreateRequest(_message.Message):
     allow_special: _builtins.bool
     """Whether text of special tokens in `text` becomes those tokens. Default: false, it stays plain
     text. That of messages always does.
+    """
+    logprobs: _builtins.bool
+    """Whether to report the log-probability of each token of the prompt. Tokens that are cached are
+    run again for it. Default: false.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -1103,6 +1634,10 @@ class CreateRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels to show in Get and List: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease to begin with. Default: RETAIN for Limits.default_lease_ttl."""
+
     def __init__(
         self,
         *,
@@ -1112,10 +1647,12 @@ class CreateRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         request_id: _builtins.str = ...,
         allow_special: _builtins.bool = ...,
+        logprobs: _builtins.bool = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -1132,6 +1669,7 @@ class CreateResponse(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def context(self) -> Global___Context:
         """The new context."""
@@ -1144,16 +1682,23 @@ class CreateResponse(_message.Message):
     def pool(self) -> Global___Pool:
         """Blocks of the pool after the call."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural logarithm of the probability of each token of the prompt but the first, which nothing
+        precedes, given all before it; when asked for.
+        """
+
     def __init__(
         self,
         *,
         context: Global___Context | None = ...,
         usage: Global___Usage | None = ...,
         pool: Global___Pool | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "logprobs", b"logprobs", "pool", b"pool", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1190,6 +1735,7 @@ class ForkRequest(_message.Message):
     AT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context to fork."""
     count: _builtins.int
@@ -1206,6 +1752,10 @@ class ForkRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels of every branch: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease of every branch. Default: what the parent has; RETAIN when that is parked or expired."""
+
     def __init__(
         self,
         *,
@@ -1214,10 +1764,11 @@ class ForkRequest(_message.Message):
         at: _builtins.int | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "lease", b"lease", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__at: _TypeAlias = _typing.Literal["at"]  # noqa: Y015
     _WhichOneofArgType__at: _TypeAlias = _typing.Literal["_at", b"_at"]  # noqa: Y015
@@ -1335,7 +1886,9 @@ class ExtendResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm of each appended token's probability given all before it, when asked for."""
+        """Natural logarithm of each appended token's probability given all before it, when asked for. The
+        first token of an empty context has none.
+        """
 
     def __init__(
         self,
@@ -1658,6 +2211,72 @@ class TruncateResponse(_message.Message):
 Global___TruncateResponse: _TypeAlias = TruncateResponse  # noqa: Y015
 
 @_typing.final
+class UpdateLeaseRequest(_message.Message):
+    """Asks for another lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    RECURSIVE_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of the context."""
+    recursive: _builtins.bool
+    """Whether everything forked from it gets the same; all or none. Default: false."""
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """What is asked for. Default: the lease as it is, renewed."""
+
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        lease: Global___LeaseOptions | None = ...,
+        recursive: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "lease", b"lease", "recursive", b"recursive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateLeaseRequest: _TypeAlias = UpdateLeaseRequest  # noqa: Y015
+
+@_typing.final
+class UpdateLeaseResponse(_message.Message):
+    """Answers UpdateLease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NUM_UPDATED_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    num_updated: _builtins.int
+    """Contexts whose lease was renewed or replaced, those below included."""
+    @_builtins.property
+    def context(self) -> Global___Context:
+        """The context, with the lease that was granted."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        context: Global___Context | None = ...,
+        num_updated: _builtins.int = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "num_updated", b"num_updated", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateLeaseResponse: _TypeAlias = UpdateLeaseResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     """Asks to release contexts."""
 
@@ -1845,6 +2464,47 @@ class ListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """Asks to be told what happens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    """What a watcher is told at once; at least one event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchEvent]:
+        """What happened, in order."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___WatchEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
 class GetUsageRequest(_message.Message):

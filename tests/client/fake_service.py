@@ -53,6 +53,7 @@ class FakeContext:
     root_id: str = ""
     fork_position: int = 0
     labels: dict[str, str] = field(default_factory=dict)
+    lease: pb.Lease = field(default_factory=lambda: _lease(pb.LeaseOptions()))
     num_busy_looks: int = 0
     """How many more times it shows itself as busy."""
 
@@ -150,6 +151,34 @@ class FakeService(pb_grpc.ContextServiceServicer):
         with self._handling("Truncate", request, rpc):
             del self._at(request).tokens[request.length :]
             return pb.TruncateResponse(context=self._view(request.context_id), pool=self._pool())
+
+    def UpdateLease(self, request: pb.UpdateLeaseRequest, rpc: Any) -> pb.UpdateLeaseResponse:
+        with self._handling("UpdateLease", request, rpc):
+            self._find(request.context_id).lease = _lease(request.lease)
+            return pb.UpdateLeaseResponse(
+                context=self._view(request.context_id), num_updated=1, pool=self._pool()
+            )
+
+    def Watch(self, request: pb.WatchRequest, rpc: Any) -> Iterator[pb.WatchResponse]:
+        with self._handling("Watch", request, rpc) as fault:
+            ids = list(self.contexts)
+            for number, id in enumerate(ids, start=1):
+                snapshot = pb.WatchSnapshot(
+                    contexts=[self._view(id)],
+                    pool=self._pool(),
+                    is_first=number == 1,
+                    is_last=number == len(ids),
+                )
+                yield pb.WatchResponse(events=[pb.WatchEvent(sequence=number, snapshot=snapshot)])
+            change = pb.ContextChange(
+                kind=pb.CHANGE_KIND_EXPIRING, context_id=ids[0], root_id=ids[0], length=3
+            )
+            events = [
+                pb.WatchEvent(sequence=len(ids) + 1, change=change),
+                pb.WatchEvent(sequence=len(ids) + 2, pressure=self._pool()),
+            ]
+            yield pb.WatchResponse(events=events)
+            self._maybe_fail(fault, len(ids) + 1, rpc)
 
     def Release(self, request: pb.ReleaseRequest, rpc: Any) -> pb.ReleaseResponse:
         with self._handling("Release", request, rpc):
@@ -271,7 +300,12 @@ class FakeService(pb_grpc.ContextServiceServicer):
         id = self._new_id()
         self.contexts[id] = FakeContext(tokens, root_id=id, labels=dict(request.labels))
         usage = pb.Usage(computed_tokens=len(tokens) - 1, cached_tokens=1)
-        return pb.CreateResponse(context=self._view(id), usage=usage, pool=self._pool())
+        return pb.CreateResponse(
+            context=self._view(id),
+            usage=usage,
+            pool=self._pool(),
+            logprobs=[-0.25] * (len(tokens) - 1) if request.logprobs else [],
+        )
 
     def _fork(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> list[pb.Context]:
         parent = self._find(request.context_id)
@@ -320,8 +354,10 @@ class FakeService(pb_grpc.ContextServiceServicer):
             residency=pb.RESIDENCY_DEVICE,
             busy=context.num_busy_looks >= 0,
             labels=context.labels,
+            reclaimable_blocks=1,
         )
         view.create_time.FromSeconds(1_700_000_000)
+        view.lease.CopyFrom(context.lease)
         return view
 
     def _pool(self) -> pb.Pool:
@@ -333,6 +369,8 @@ class FakeService(pb_grpc.ContextServiceServicer):
             cached_blocks=4,
             block_size=BLOCK_SIZE,
             used_slots=live,
+            reclaimable_blocks=4,
+            level=pb.PRESSURE_LEVEL_OK,
         )
 
     def _finish(self, branch: int, id: str, generated: int) -> pb.Finish:
@@ -359,6 +397,16 @@ def serving(service: FakeService) -> Iterator[str]:
         server.stop(None).wait()
 
 
+def _lease(options: pb.LeaseOptions) -> pb.Lease:
+    """Grants what was asked for, but at most 100 s."""
+    ttl = options.ttl if options.HasField("ttl") else 60.0
+    lease = pb.Lease(mode=options.mode or pb.LEASE_MODE_RETAIN, ttl=min(ttl, 100.0))
+    lease.expire_time.FromSeconds(1_700_000_000 + int(lease.ttl))
+    if ttl > 100.0:
+        lease.reductions.append(pb.LEASE_REDUCTION_MAX_TTL)
+    return lease
+
+
 def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb.Chunk:
     token = ord("a") + len(context.tokens) % 26
     context.tokens.append(token)
@@ -367,6 +415,9 @@ def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb
         token_ids=[token],
         text=chr(token),
         logprobs=[-0.25] if sampling.logprobs else [],
+        top_logprobs=[pb.TopLogprobs(token_ids=[token], logprobs=[-0.25])]
+        if sampling.top_logprobs
+        else [],
     )
 
 

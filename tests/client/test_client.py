@@ -16,6 +16,8 @@ from agentkv import (
     ContextMoved,
     FinishReason,
     InvalidRequest,
+    LeaseInfo,
+    LeaseMode,
     NotFound,
     QuotaInfo,
     Residency,
@@ -45,6 +47,8 @@ def test_create_shows_the_whole_context(client: Client) -> None:
         num_children=0,
         labels={"plan": "a"},
         create_time=datetime.fromtimestamp(1_700_000_000, UTC),
+        reclaimable_blocks=1,
+        lease=LeaseInfo(LeaseMode.RETAIN, 60.0, datetime.fromtimestamp(1_700_000_060, UTC)),
     )
     assert root.usage == client.usage == Usage(computed_tokens=4, cached_tokens=1)
     assert client.pool is not None
@@ -138,6 +142,23 @@ def test_score_totals_and_means(client: Client) -> None:
     assert [score.token_ids for score in scores] == [(120, 121), (1, 2, 3, 4)]
     assert [score.total for score in scores] == [-1.0, -2.0]
     assert [score.mean for score in scores] == [-0.5, -0.5]
+
+
+def test_the_likeliest_continuation_is_chosen(client: Client) -> None:
+    """Catches a choice by the wrong measure, or of an index into another list."""
+    root = client.create("abc")
+    continuations: list[str | list[int]] = [[1, 2, 3], "x", [4, 5]]  # half a nat for each token
+    by_total = root.choose(continuations, by_mean=False)
+    assert (by_total.index, by_total.score.total) == (1, -0.5)
+    by_mean = root.choose(continuations)
+    assert (by_mean.index, len(by_mean.scores)) == (0, 3)  # all are equal: the first
+    assert root.length == 3
+
+
+def test_the_prompts_logprobs_are_kept_with_the_handle(client: Client) -> None:
+    """Catches an answer of Create that nobody can read."""
+    assert client.create("abc", logprobs=True).prompt_logprobs == (-0.25, -0.25)
+    assert client.create("abc").prompt_logprobs == ()
 
 
 def test_scoring_one_bare_text_is_refused(client: Client) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from bench import TENANT, Bench
+from bench import PINNED, RETAINED, TENANT, Bench
 from fakes import continuation, logprob, next_token
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -119,7 +119,8 @@ class EngineMachine(RuleBasedStateMachine):
         base = self.model[self._pick(pick)] if self.model else []
         tokens = base[: cut % (len(base) + 1)] + tokens
         with self._unchanged_if_refused():
-            operation = self.bench.engine.create(TENANT, tokens, pinned=pinned)
+            lease = PINNED if pinned else RETAINED
+            operation = self.bench.engine.create(TENANT, tokens, lease=lease)
             context_id = operation.requests[0].context.id
             self.model[context_id], self.parents[context_id] = [], None
             self.pending.append(Pending(operation, [context_id], tokens, is_create=True))

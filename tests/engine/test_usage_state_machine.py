@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from bench import TENANT, Bench
+from bench import PINNED, RETAINED, TENANT, Bench
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -60,7 +60,9 @@ class UsageMachine(RuleBasedStateMachine):
     )
     def create(self, tokens: list[int], tenant: str, pinned: bool, then: int) -> None:
         try:
-            operation = self.bench.engine.create(tenant, tokens, pinned=pinned)
+            operation = self.bench.engine.create(
+                tenant, tokens, lease=PINNED if pinned else RETAINED
+            )
         except AgentKVError:
             return
         context_id = operation.requests[0].context.id

@@ -1,4 +1,4 @@
-"""Tokens from logits: exact distributions, the same in any batch, failures alone."""
+"""Tokens from logits: the same in any batch, failures alone, log-probabilities of raw logits."""
 
 import math
 from collections.abc import Sequence
@@ -7,38 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from logit_rows import VOCAB_SIZE, params, random_logits, sample_of, tokens_of
 
-from agentkv.core.batch import Sample, Sampled, Stream
-from agentkv.model.sampler import Sampler, filtered_weights
+from agentkv.core.batch import Sample, Sampled
+from agentkv.core.token_rules import TokenRules, mask_of
+from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
-VOCAB_SIZE = 211
 SAMPLER = Sampler()
-
-
-def params(**options: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 1.0} | options))
-
-
-def sample_of(options: SamplingParams, *, seed: int = 42, ordinal: int = 0, at: int = 20) -> Sample:
-    return Sample(row=0, head=None, params=options, stream=Stream(seed, ordinal), position=at)
-
-
-def random_logits(num_rows: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(num_rows, vocab_size, generator=generator)
-
-
-def tokens_of(sampled: Sequence[Sampled]) -> list[int]:
-    return [each.token for each in sampled]
 
 
 def branch_tokens(options: SamplingParams, ordinals: Sequence[int], *, seed: int) -> list[Any]:
@@ -98,8 +74,14 @@ def test_rows_are_bit_identical_in_batches_of_any_size(num_threads: int) -> None
     torch.set_num_threads(num_threads)
     try:
         logits = random_logits(12, vocab_size=49_152)
-        options = [params(logprobs=True), params(top_p=0.9, logprobs=True), params(top_k=40)]
-        samples = [sample_of(options[row % 3], ordinal=row) for row in range(12)]
+        options = [
+            params(logprobs=True),
+            params(top_p=0.9, logprobs=True, top_logprobs=5),
+            params(top_k=40),
+            params(min_p=0.01, temperature=1.5, typical_p=0.8),
+            params(temperature=0.0, logprobs=True),
+        ]
+        samples = [sample_of(options[row % 5], ordinal=row) for row in range(12)]
         together = SAMPLER.sample(logits, samples)
         for size in (1, 5):
             parts = [
@@ -166,79 +148,39 @@ def test_of_equal_logits_greedy_takes_the_lowest_id() -> None:
     assert tokens_of(SAMPLER.sample(logits, samples)) == [0, 5, 69_999]
 
 
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.3},
-    {"temperature": 2.5},
-    {"top_k": 12},
-    {"top_k": 10**6},
-    {"top_p": 0.7},
-    {"top_p": 1e-9},
-    {"min_p": 0.02},
-    {"min_p": 1.0},
-    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-]
+def test_nothing_left_to_choose_fails_alone() -> None:
+    """Catches a token drawn that a mask rules out, when masks together allow none."""
+    options = params(top_p=0.9)
+    banned = TokenRules.of(params(allowed_token_ids=(4,)), VOCAB_SIZE)
+    dead = sample_of(options)._replace(rules=banned, masks=(mask_of([5], VOCAB_SIZE),))
+    logits = random_logits(2)
+    found = SAMPLER.sample(logits, [dead, sample_of(options)])
+    assert found[0] == Sampled(-1, None, failed=True)
+    assert found[1:] == SAMPLER.sample(logits[1:], [sample_of(options)])
 
 
-@pytest.mark.parametrize("options", FILTERS)
-def test_the_filtered_distribution_is_that_of_transformers(options: dict[str, Any]) -> None:
-    """Catches filters in another order, or a boundary token more or less."""
-    chosen = params(**options)
-    logits = random_logits(50)
-    warpers: list[Any] = [TemperatureLogitsWarper(chosen.temperature)]
-    if chosen.top_k is not None:
-        warpers.append(TopKLogitsWarper(min(chosen.top_k, VOCAB_SIZE)))
-    if chosen.top_p is not None:
-        warpers.append(TopPLogitsWarper(chosen.top_p))
-    if chosen.min_p is not None:
-        warpers.append(MinPLogitsWarper(chosen.min_p))
-    no_ids: Any = None
-    expected = LogitsProcessorList(warpers)(no_ids, logits.double()).softmax(dim=-1)
-    scores = logits.double()
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / chosen.temperature
-    weights = filtered_weights(scores, [chosen] * 50).double()
-    assert not weights[expected == 0].any()  # what they drop we drop
-    assert weights[expected > 1e-12].all()  # and the reverse, down to our resolution
-    shares = weights / weights.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-12)
-
-
-def test_filters_of_one_row_leave_the_others_alone() -> None:
-    """Catches a filter applied to the wrong row of a mixed batch."""
-    mixed = [params(**options) for options in FILTERS]
-    logits = random_logits(len(mixed)).double()
-    scores = logits - logits.amax(dim=-1, keepdim=True)
-    together = filtered_weights(scores.clone(), mixed)
-    for row, chosen in enumerate(mixed):
-        assert torch.equal(together[row], filtered_weights(scores[[row]], [chosen])[0])
-
-
-def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
-    """Catches a set at the edge of top-p that depends on a sort's whim."""
-    weights = filtered_weights(torch.zeros(1, 8, dtype=torch.float64), [params(top_p=0.5)])
-    assert (weights[0] > 0).tolist() == [True] * 4 + [False] * 4
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.7}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.05}]
-)
-def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    """Catches a biased inversion: chi-square of 20 000 draws, p > 1e-4."""
-    chosen = params(**options)
-    logits = random_logits(1, vocab_size=13)
-    scores = logits.double()
-    weights = filtered_weights((scores - scores.max()) / chosen.temperature, [chosen])[0]
-    expected = (20_000 * weights.double() / weights.sum()).numpy()
-    samples = [sample_of(chosen, ordinal=o % 100, at=o // 100) for o in range(20_000)]
-    drawn = tokens_of(SAMPLER.sample(logits.expand(20_000, -1), samples))
-    counts = np.bincount(drawn, minlength=13)
-    assert counts[expected == 0].sum() == 0
-    common = expected >= 5  # rarer ones are put together
-    observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    keep = wanted > 0
-    statistic = ((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum()
-    assert statistic < 40.0  # 12 degrees of freedom at most: p = 7e-5
+def test_the_most_likely_tokens_are_listed_from_the_raw_logits() -> None:
+    """Catches a list after filters, in another order, or of another row."""
+    logits = random_logits(4)
+    logits[2, [9, 3, 50]] = 30.0
+    sizes = (3, 0, 2, 64)
+    options = [
+        params(logprobs=True, top_logprobs=size, temperature=0.1, top_k=2, banned_token_ids=(9,))
+        for size in sizes
+    ]
+    rules = TokenRules.of(options[0], VOCAB_SIZE)
+    found = SAMPLER.sample(logits, [sample_of(each)._replace(rules=rules) for each in options])
+    expected = logits.double().log_softmax(dim=-1)
+    for row, (each, size) in enumerate(zip(found, sizes, strict=True)):
+        assert each.token != 9
+        if not size:
+            assert each.top is None
+            continue
+        assert each.top is not None
+        order = np.argsort(-logits[row].numpy(), kind="stable")[:size]
+        assert list(each.top.token_ids) == order.tolist()
+        values = expected[row, torch.tensor(order)]
+        assert each.top.logprobs == pytest.approx(values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [[math.nan], [math.inf], [-math.inf] * VOCAB_SIZE])
@@ -272,7 +214,7 @@ def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype) -> None:
     expected = logits.double().log_softmax(dim=-1)
     for row, each in enumerate(found):
         if options[row].logprobs:
-            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-12)
+            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-5)
         else:
             assert each.logprob is None
 

@@ -82,14 +82,8 @@ INLINE void read_token(float *to, const char *from, int64_t count, int64_t padde
     int64_t d = 0;
     for (; d + WIDTH <= count; d += WIDTH) {
         if (type == FLOAT32) store(to + d, load((const float *)from + d));
-        else if (type == BFLOAT16) {
-            half_vec half = *(const half_vec *)(from + 2 * d);
-            store(to + d, (vec)(__builtin_convertvector(half, word_vec) << 16));
-        } else {
-            int_vec whole =
-                __builtin_convertvector(*(const byte_vec *)(from + d), int_vec);
-            store(to + d, __builtin_convertvector(whole, vec) * factor);
-        }
+        else if (type == BFLOAT16) store(to + d, halves_as_floats(from + 2 * d));
+        else store(to + d, bytes_as_floats(from + d) * factor);
     }
     for (; d < count; d++) {
         if (type == FLOAT32) to[d] = ((const float *)from)[d];
@@ -119,8 +113,11 @@ static void find_tile(const Layer *x, const Task *task, int64_t begin, int64_t c
                 float *row = to.room + (i + j) * to.padded;
                 const int64_t scale = block * x->scale_block + (offset + j) * x->scale_slot +
                                       head * x->scale_head;
-                read_token(row, at + j * strides[1] * item, dim, to.padded, type,
-                           scales ? scales[scale] : 1.0f);
+                const char *token = at + j * strides[1] * item;
+                /* The types by name: each call is compiled for its own. */
+                if (type == INT8) read_token(row, token, dim, to.padded, INT8, scales[scale]);
+                else if (type == BFLOAT16) read_token(row, token, dim, to.padded, BFLOAT16, 1.0f);
+                else read_token(row, token, dim, to.padded, FLOAT32, 1.0f);
                 to.rows[i + j] = row;
             }
         i += most;

@@ -31,9 +31,6 @@ enum { WIDTH = 8, COLUMNS = 2 };
 typedef float vec __attribute__((vector_size(4 * WIDTH), may_alias));
 typedef float loose_vec __attribute__((vector_size(4 * WIDTH), may_alias, aligned(4)));
 typedef int32_t int_vec __attribute__((vector_size(4 * WIDTH), may_alias));
-typedef uint16_t half_vec __attribute__((vector_size(2 * WIDTH), may_alias, aligned(2)));
-typedef uint32_t word_vec __attribute__((vector_size(4 * WIDTH), may_alias));
-typedef int8_t byte_vec __attribute__((vector_size(WIDTH), may_alias, aligned(1)));
 
 INLINE vec load(const float *from) { return *(const loose_vec *)from; }
 INLINE void store(float *to, vec x) { *(loose_vec *)to = x; }
@@ -53,6 +50,24 @@ INLINE vec smaller(vec a, vec b) {
     return (vec)_mm512_min_ps((__m512)a, (__m512)b);
 #else
     return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#endif
+}
+
+/* WIDTH signed bytes as floats; by intrinsics, since compilers convert vectors one by one. */
+INLINE vec bytes_as_floats(const void *from) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+#else
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from)));
+#endif
+}
+
+/* WIDTH numbers of bfloat16: the upper halves of floats. */
+INLINE vec halves_as_floats(const void *from) {
+#ifdef __AVX512F__
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
+#else
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from)), 16);
 #endif
 }
 
