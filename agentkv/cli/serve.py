@@ -6,6 +6,8 @@ in one place each; everything heavy is imported only when the command runs.
 
 import asyncio
 import logging
+import os
+import resource
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -217,6 +219,9 @@ def serve(
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
+    # Read once, when torch loads its OpenMP. Threads that spin while they wait stall a step for
+    # milliseconds whenever anything else needs their core; the server's own loop does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
@@ -280,5 +285,15 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
             f"{model.max_length:,}"
         ),
+        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Address": address,
     }
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now; where only a peak is known, that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return pages * resource.getpagesize()
