@@ -22,7 +22,7 @@ from agentkv.config import (
 from agentkv.core.batch import Batch, BlockCopy, Sampled, StepResult
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
-from agentkv.engine.runner import Runner
+from agentkv.engine.runner import Mover, Runner
 from agentkv.engine.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
@@ -65,6 +65,8 @@ def hollow_engine(
     max_contexts: int = 100_000,
     scheduler: SchedulerConfig = LARGE_STEPS,
     pin_quota: float = 0.5,
+    host_blocks: int = 0,
+    mover: Mover | None = None,
     clock: Callable[[], float] = time.time,
     timer: Callable[[], float] = time.monotonic,
 ) -> Engine:
@@ -78,6 +80,8 @@ def hollow_engine(
         max_contexts: Contexts a tenant may hold.
         scheduler: Sizes of steps.
         pin_quota: Share of the pool that a tenant may pin.
+        host_blocks: Blocks of the host tier.
+        mover: Carries blocks to it; needed if there are any.
         clock: Seconds since the epoch, for leases.
         timer: Seconds since any time, for bills.
     """
@@ -97,7 +101,7 @@ def hollow_engine(
             has_chat_template=False,
         ),
         Tokenizer(untyped(tokenizer_object=tokenizers.Tokenizer(words))),
-        pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+        pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, host_blocks=host_blocks),
         scheduler=scheduler,
         limits=LimitsConfig(max_contexts=max_contexts),
         leases=LeaseConfig(pin_quota=pin_quota),
@@ -107,4 +111,5 @@ def hollow_engine(
         new_seed=lambda: 1,
         clock=clock,
         timer=timer,
+        mover=mover,
     )

@@ -104,6 +104,35 @@ def serve(
             "tokens of 16 bits for some precision."
         ),
     ] = "auto",
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks in host memory for KV that leaves the pool; 0 recomputes it instead. By "
+            "default as many as the pool has, if a fifth of the free memory holds them."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes, metavar="SIZE", help="The same as a size, in place of --host-blocks."
+        ),
+    ] = None,
+    host_kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What KV is kept as on the host and on disk: auto, which is exact, or on a CPU "
+            "int8, a quarter of float32, rounded."
+        ),
+    ] = "auto",
+    disk_dir: Annotated[
+        str | None, typer.Option(help="Folder for KV that leaves the host. By default none.")
+    ] = None,
+    disk_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes, metavar="SIZE", help="Most bytes in --disk-dir. By default 4GiB."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     weights: Annotated[
         str,
@@ -203,6 +232,11 @@ def serve(
         kv_memory=kv_memory,
         memory_utilization=memory_utilization,
         kv_dtype=kv_dtype,
+        host_blocks=host_blocks,
+        host_memory=host_memory,
+        host_kv_dtype=host_kv_dtype,
+        disk_dir=disk_dir,
+        disk_bytes=disk_bytes,
         graphs=graphs,
         fuse_weights=fuse_weights,
         compile=compile_,
@@ -286,6 +320,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{model.max_length:,}"
         ),
         "Memory": f"{format_bytes(resident_bytes())} resident",
+        "Parked": _describe_tiers(view),
         "Address": address,
     }
 
@@ -297,3 +332,14 @@ def resident_bytes() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     return pages * resource.getpagesize()
+
+
+def _describe_tiers(view: "EngineView") -> str:
+    """Says where KV goes that leaves the pool."""
+    size, host, disk = view.model.host_bytes_per_block, view.pool.host, view.pool.disk
+    if not host.total:
+        return "nowhere: KV that gives way is recomputed"
+    text = f"{host.total:,} blocks in host memory, {format_bytes(host.total * size)}"
+    if disk.total:
+        text += f", then {disk.total:,} on disk, {format_bytes(disk.total * size)}"
+    return text

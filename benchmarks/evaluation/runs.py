@@ -13,12 +13,14 @@ from agentkv.config import SchedulerConfig
 from benchmarks.evaluation.meters import Limits, Meter, Moment, percentile
 from benchmarks.evaluation.player import Player
 from benchmarks.evaluation.policies import Between, Policy
-from benchmarks.evaluation.simulated_step import Clock, CostRunner, Costs
+from benchmarks.evaluation.simulated_step import Clock, CostMover, CostRunner, Costs
 from benchmarks.evaluation.traces import Arrival, Script
 from benchmarks.hollow_runner import hollow_engine
 
 PATIENCE = 10
 """Times the limit for a first token that a call may wait at the gate before a run is given up."""
+HOST_TIMES = 8
+"""Blocks of the host tier for each of the pool, where contexts are parked."""
 MOST = 4096
 FINE = 1.1
 """Sizes are told apart down to this ratio."""
@@ -155,6 +157,8 @@ def _prepare(policy: Policy, setting: Setting, *, since: float) -> tuple[Clock, 
         num_blocks=setting.num_blocks,
         max_length=setting.longest,
         scheduler=setting.scheduler,
+        host_blocks=HOST_TIMES * setting.num_blocks if policy.between is Between.PARK else 0,
+        mover=CostMover(clock, setting.costs),
         pin_quota=1.0 if policy.between is Between.HOLD else 0.0,
         clock=clock,
         timer=clock,

@@ -3,9 +3,11 @@
 The batch is what the real scheduler made, so what a policy shares or repeats shows in the work.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from agentkv.core.batch import Batch, StepResult
+from agentkv.core.block_move import BlockMove, Place
 from agentkv.core.step_cost import StepCost, StepWork
 from benchmarks.hollow_runner import HollowRunner
 
@@ -48,6 +50,30 @@ class CostRunner(HollowRunner):
         """Moves the clock by the step's cost."""
         self._clock.now += self._costs.seconds(work_of(batch))
         return super().run(batch)
+
+
+class CostMover:
+    """Carries blocks to the host and back in the seconds that it would take; nothing is carried."""
+
+    def __init__(self, clock: Clock, costs: Costs) -> None:
+        self._clock = clock
+        self._costs = costs
+
+    def move(self, moves: Sequence[BlockMove]) -> Sequence[BlockMove]:
+        """Moves the clock; no move fails."""
+        self._clock.now += len(moves) * self._costs.move
+        return ()
+
+    def fetch(self, places: Sequence[Place]) -> None:
+        """There is no disk to read from."""
+        assert not places
+
+    def fetched(self, wait: float) -> Sequence[Place]:
+        """Answers nothing."""
+        return ()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 def work_of(batch: Batch) -> StepWork:
