@@ -63,6 +63,7 @@ def hollow_engine(
     max_length: int,
     vocab_size: int = VOCAB_SIZE,
     max_contexts: int = 100_000,
+    max_depth: int = 4096,
     scheduler: SchedulerConfig = LARGE_STEPS,
     pin_quota: float = 0.5,
     host_blocks: int = 0,
@@ -78,6 +79,7 @@ def hollow_engine(
         max_length: Most tokens of a context.
         vocab_size: Token ids are below it.
         max_contexts: Contexts a tenant may hold.
+        max_depth: Forks between a context and its root.
         scheduler: Sizes of steps.
         pin_quota: Share of the pool that a tenant may pin.
         host_blocks: Blocks of the host tier.
@@ -103,7 +105,7 @@ def hollow_engine(
         Tokenizer(untyped(tokenizer_object=tokenizers.Tokenizer(words))),
         pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, host_blocks=host_blocks),
         scheduler=scheduler,
-        limits=LimitsConfig(max_contexts=max_contexts),
+        limits=LimitsConfig(max_contexts=max_contexts, max_depth=max_depth),
         leases=LeaseConfig(pin_quota=pin_quota),
         pressure=PressureConfig(),
         end_token_ids=frozenset(),

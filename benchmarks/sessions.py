@@ -1,6 +1,6 @@
 """How many agent sessions at once, at which waiting times, in which memory; by contestant.
 
-    python -m benchmarks.sessions --data PATH [--json FILE] [--plot FILE]
+    python -m benchmarks.sessions --data PATH [--json FILE] [--png FILE]
         [--measured FILE] [--quick]
 
 Contestants differ in policy alone: they run in the same engine and scheduler, paged with sharing,
@@ -109,7 +109,7 @@ def main() -> None:
     """Measures, simulates, prints one table and writes what is asked for."""
     parser = parser_for(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
-    parser.add_argument("--plot", type=Path, help="PNG to draw")
+    parser.add_argument("--png", type=Path, help="where to draw it; needs matplotlib")
     parser.add_argument("--measured", type=Path, help="report with the real part of a run before")
     parser.add_argument("--real-only", action="store_true", help="leave out the simulation")
     parser.add_argument("--jobs", type=int, default=1, help="processes that simulate")
@@ -137,8 +137,8 @@ def main() -> None:
     results += _results(MIXED, SHARING.then(Between.RETAIN), extra[0])
     results += _results(OVERFULL, SHARING.then(Between.HOLD), extra[1])
     Report("sessions", tuple(results), targets(found, *extra)).publish(options.json)
-    if options.plot:
-        draw(panels(found), options.plot)
+    if options.png:
+        draw(panels(found), options.png)
 
 
 def jobs_of(data: Path, plan: Plan, costs: Costs) -> list[Job]:

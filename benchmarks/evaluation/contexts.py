@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.engine import Engine
 from agentkv.engine.operations import Commit, Generation
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, NotFound
 from agentkv.sampling_params import SamplingParams
 from benchmarks.evaluation.policies import Between, Policy
 from benchmarks.evaluation.traces import Piece
@@ -96,6 +96,14 @@ class Contexts:
             self._engine.update_lease(
                 self._tenants[handles[0]], handles[0], LeaseTerms(LeaseMode.PARK)
             )
+
+    def drop_lost(self, handles: list[str]) -> None:
+        """Drops the handles of contexts that a failed call took with it."""
+        for handle in tuple(handles):
+            try:
+                self._engine.get(self._tenants[handle], handle)
+            except NotFound:
+                handles.remove(handle)
 
     def release(self, handles: Sequence[str]) -> None:
         """Gives contexts up; without sharing nobody will match what they leave, so it goes."""

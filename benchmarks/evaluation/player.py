@@ -198,11 +198,13 @@ class Player:
         self._calls.update(dict.fromkeys(commits, call))
 
     def _take_news(self, operation: Operation) -> None:
-        call = self._calls[operation]
+        call = self._calls.get(operation)
+        if call is None:  # another part of its call was refused
+            return
         if isinstance(operation, Generation):
             self._take_tokens(call, operation)
         if operation.is_done:
-            del self._calls[operation]
+            self._calls.pop(operation, None)
         if isinstance(operation, Commit):
             if operation.error is not None:
                 self._refuse(call)
@@ -254,6 +256,8 @@ class Player:
         """Puts a refused call back; it is tried again later, as a client would."""
         self.meter.refused(self._engine.pool_view())
         self._active.remove(call)
+        self._calls = {key: other for key, other in self._calls.items() if other is not call}
+        self._contexts.drop_lost(call.session.contexts)
         if not self._contexts.keeps:
             self._contexts.rest(call.session.contexts, is_last=True)
             self._give_back(call.session)
