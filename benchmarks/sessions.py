@@ -116,8 +116,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
     options = parser.parse_args()
     plan = QUICK if options.quick else Plan()
+    results: list[Result] = []
     if options.quick:
-        costs, results = USUAL, []
+        costs = USUAL
     elif options.measured:
         costs, results = real_run.read(options.measured)
     else:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from agentkv.engine.outputs import EngineView
     from agentkv.server.served_engine import ServedEngine
 
+SPIN_COUNT = "1000"
+"""Rounds for which a thread of OpenMP spins before it sleeps: some microseconds."""
+
 
 class LogLevel(StrEnum):
     """How much the log says."""
@@ -253,12 +256,21 @@ def serve(
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
-    # Read once, when torch loads its OpenMP. Threads that spin while they wait stall a step for
-    # milliseconds whenever anything else needs their core; the server's own loop does.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
+
+
+def wait_briefly() -> None:
+    """Lets torch's threads spin for a few microseconds while they wait, then sleep.
+
+    Their OpenMP reads it once, when torch is imported. By default they spin for milliseconds, and
+    stall a step whenever anything else needs their core, as the server's own loop does. What the
+    environment says of it stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def read_quotas(path: Path) -> QuotasConfig:
@@ -319,19 +331,10 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
             f"{model.max_length:,}"
         ),
-        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Parked": _describe_tiers(view),
+        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Address": address,
     }
-
-
-def resident_bytes() -> int:
-    """Bytes of this process that are in memory now; where only a peak is known, that."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    return pages * resource.getpagesize()
 
 
 def _describe_tiers(view: "EngineView") -> str:
@@ -343,3 +346,12 @@ def _describe_tiers(view: "EngineView") -> str:
     if disk.total:
         text += f", then {disk.total:,} on disk, {format_bytes(disk.total * size)}"
     return text
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now; where only a peak is known, that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return pages * resource.getpagesize()

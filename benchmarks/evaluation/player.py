@@ -119,6 +119,11 @@ class Player:
             if not call.last_token and call.arrived >= self.meter.since:
                 self.meter.first_tokens.append(self._clock.now - call.arrived)
 
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that reservations have now; 0 where nothing is reserved."""
+        return self._reserved.num_blocks - self._reserved.num_free if self._reserved else 0
+
     def view(self) -> EngineView:
         """Describes the engine."""
         return self._engine.view()
@@ -141,9 +146,7 @@ class Player:
         self._measure(start)
 
     def _measure(self, start: float) -> None:
-        taken = None
-        if self._reserved is not None:
-            taken = self._reserved.num_blocks - self._reserved.num_free
+        taken = self.num_reserved if self._reserved is not None else None
         self.meter.pool(start, self._clock.now, self._engine.pool_view(), taken)
 
     # -- the gate ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentkv.config import SchedulerConfig
+from agentkv.engine.engine import Engine
 from benchmarks.evaluation.meters import Limits, Meter, Moment, percentile
 from benchmarks.evaluation.player import Player
 from benchmarks.evaluation.policies import Between, Policy
@@ -73,7 +74,7 @@ def play_sessions(
 ) -> Outcome:
     """Keeps `num` sessions alive: whoever ends is followed by another one at once."""
     source = random.Random(seed)
-    clock, player = _prepare(policy, setting, since=setting.ramp)
+    _, clock, player = prepare(policy, setting, since=setting.ramp)
 
     def begin(at: float) -> None:
         player.start(at, source.choice(scripts), lambda: begin(clock.now))
@@ -89,7 +90,7 @@ def play_requests(
     """Plays requests at a mean rate: the trace's own times, stretched or pressed."""
     span = arrivals[-1].at - arrivals[0].at
     stretch = (len(arrivals) - 1) / rate / span
-    clock, player = _prepare(policy, setting, since=0.0)
+    _, clock, player = prepare(policy, setting, since=0.0)
     for arrival in arrivals:
         player.start((arrival.at - arrivals[0].at) * stretch, arrival.script)
     return _finish(rate, clock, player, setting, until=float("inf"))
@@ -104,7 +105,7 @@ def play_mixed(
 ) -> Outcome:
     """Keeps `num` sessions alive while requests arrive, spread evenly over the run."""
     source = random.Random(1)
-    clock, player = _prepare(policy, setting, since=setting.ramp)
+    _, clock, player = prepare(policy, setting, since=setting.ramp)
     until = setting.ramp + setting.measured
 
     def begin(at: float) -> None:
@@ -150,7 +151,16 @@ def most(play: Callable[[float], Outcome], first: float, *, whole: bool) -> Outc
     return best
 
 
-def _prepare(policy: Policy, setting: Setting, *, since: float) -> tuple[Clock, Player]:
+class Simulated(NamedTuple):
+    """An engine on simulated time, and who plays sessions against it."""
+
+    engine: Engine
+    clock: Clock
+    player: Player
+
+
+def prepare(policy: Policy, setting: Setting, *, since: float) -> Simulated:
+    """Makes a fresh one; what arrives before `since` is not counted."""
     clock = Clock()
     engine = hollow_engine(
         CostRunner(clock, setting.costs),
@@ -163,7 +173,8 @@ def _prepare(policy: Policy, setting: Setting, *, since: float) -> tuple[Clock, 
         clock=clock,
         timer=clock,
     )
-    return clock, Player(engine, clock, policy, Meter(since=since), longest=setting.longest)
+    player = Player(engine, clock, policy, Meter(since=since), longest=setting.longest)
+    return Simulated(engine, clock, player)
 
 
 def _finish(
