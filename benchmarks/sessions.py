@@ -55,9 +55,13 @@ from benchmarks.evaluation.traces import (
 from benchmarks.report import Report, Result, Target, parser_for
 
 LIMITS = Limits(first_token=2.0, next_token=0.2)
+CHAT_LIMITS = Limits(first_token=5.0, next_token=0.2)
+"""Without sharing, four branches compute a long prompt four times: nobody could in 2 s."""
 AGENTS = "agents, most sessions"
 CHAT = {1: "chat, 1 branch, most requests/s", 4: "chat, 4 branches, most requests/s"}
 PREFIXES = "chat with shared prefixes, most requests/s"
+SMALLEST = 0.25 / 64
+"""Smallest rate that is tried: whoever cannot serve it is taken to."""
 MIXED = "all traffic mixed"
 OVERFULL = "agents, twice as many as can be held"
 SESSIONS_OVER_MAXIMUM = 3.0
@@ -145,7 +149,9 @@ def main() -> None:
 def jobs_of(data: Path, plan: Plan, costs: Costs) -> list[Job]:
     """Lists every search: each contestant under each traffic, agents' also by what is kept."""
     agents = Setting(costs, LIMITS, plan.agent_blocks, plan.agent_longest, plan.ramp, plan.measured)
-    chats = replace(agents, num_blocks=plan.chat_blocks, longest=plan.chat_longest)
+    chats = replace(
+        agents, limits=CHAT_LIMITS, num_blocks=plan.chat_blocks, longest=plan.chat_longest
+    )
     scripts = claude_sessions(data, Length(plan.divisor, plan.agent_longest))
     jobs = []
     for policy in CONTESTANTS:
@@ -185,7 +191,7 @@ def targets(
 
     def ratio(workload: str, reserve: Reserve) -> float:
         theirs = best(workload, reserve=reserve, shares=False)
-        return best(workload, reserve=None, shares=True) / theirs if theirs else float("inf")
+        return best(workload, reserve=None, shares=True) / max(theirs, SMALLEST)
 
     held, parked = (
         found[AGENTS, SHARING.then(between)].load for between in (Between.HOLD, Between.PARK)

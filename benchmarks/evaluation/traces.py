@@ -9,8 +9,9 @@ The files are public and not part of this repository:
 """
 
 import csv
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -133,6 +134,8 @@ def azure_requests(data: Path, length: Length, *, branches: int = 1) -> tuple[Ar
 def mooncake_requests(data: Path, length: Length) -> tuple[Arrival, ...]:
     """Reads requests to a chat service with the prefixes that they share.
 
+    Its clock has steps of some seconds; the requests of a step are spread evenly over it.
+
     Raises:
         SystemExit: There is no such file.
     """
@@ -154,7 +157,7 @@ def mooncake_requests(data: Path, length: Length) -> tuple[Arrival, ...]:
                 left -= size
             turn = Turn(0.0, 0, tuple(pieces), num_out)
             arrivals.append(Arrival(request["timestamp"] / 1000, Script((turn,))))
-    return tuple(arrivals)
+    return tuple(_spread(arrivals))
 
 
 def missing(path: Path) -> SystemExit:
@@ -162,6 +165,15 @@ def missing(path: Path) -> SystemExit:
     return SystemExit(
         f"{path} is missing: --data names the folder that holds claude-code/, azure/ and mooncake/."
     )
+
+
+def _spread(arrivals: Sequence[Arrival]) -> Iterator[Arrival]:
+    """Moves arrivals of equal times apart, up to the next time."""
+    steps = [list(step) for _, step in itertools.groupby(arrivals, lambda arrival: arrival.at)]
+    for step, after in zip(steps, [*steps[1:], steps[-1]], strict=True):
+        gap = (after[0].at - step[0].at) / len(step)
+        for number, arrival in enumerate(step):
+            yield Arrival(arrival.at + number * gap, arrival.script)
 
 
 def _session(requests: Sequence[dict[str, Any]], prefix: Piece, length: Length) -> Script:
