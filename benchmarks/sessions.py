@@ -86,12 +86,14 @@ class Plan:
     ramp: float = 120.0
     measured: float = 240.0
     num_requests: int = 250
+    most_load: float = 4096.0
+    """Largest number of sessions, or rate, that is tried."""
     divisor: int = 32
     """Of the agents' lengths, and of those with shared prefixes."""
 
 
 QUICK = Plan(agent_blocks=64, chat_blocks=64, agent_longest=512, chat_longest=256, ramp=2.0,
-             measured=5.0, num_requests=12)  # fmt: skip
+             measured=5.0, num_requests=12, most_load=8.0)  # fmt: skip
 
 
 class Job(NamedTuple):
@@ -104,9 +106,10 @@ class Job(NamedTuple):
 
     def run(self) -> Outcome:
         """Searches."""
+        limit = self.setting.most_load
         if self.workload == AGENTS:
-            return most(partial(_sessions, self), 4, whole=True)
-        return most(partial(_requests, self), 0.25, whole=False)
+            return most(partial(_sessions, self), 4, whole=True, limit=limit)
+        return most(partial(_requests, self), 0.25, whole=False, limit=limit)
 
 
 def main() -> None:
@@ -149,6 +152,7 @@ def main() -> None:
 def jobs_of(data: Path, plan: Plan, costs: Costs) -> list[Job]:
     """Lists every search: each contestant under each traffic, agents' also by what is kept."""
     agents = Setting(costs, LIMITS, plan.agent_blocks, plan.agent_longest, plan.ramp, plan.measured)
+    agents = replace(agents, most_load=plan.most_load)
     chats = replace(
         agents, limits=CHAT_LIMITS, num_blocks=plan.chat_blocks, longest=plan.chat_longest
     )

@@ -22,7 +22,8 @@ PATIENCE = 10
 """Times the limit for a first token that a call may wait at the gate before a run is given up."""
 HOST_TIMES = 8
 """Blocks of the host tier for each of the pool, where contexts are parked."""
-MOST = 4096
+MOST = 4096.0
+"""Largest load that is tried."""
 FINE = 1.1
 """Sizes are told apart down to this ratio."""
 
@@ -40,6 +41,7 @@ class Setting:
     """Seconds over which sessions start; what arrives in them is not counted."""
     measured: float = 240.0
     """Seconds after the ramp."""
+    most_load: float = MOST
     scheduler: SchedulerConfig = SchedulerConfig()  # noqa: RUF009  # frozen
 
 
@@ -118,22 +120,26 @@ def play_mixed(
     return _finish(num, clock, player, setting, until=until)
 
 
-def most(play: Callable[[float], Outcome], first: float, *, whole: bool) -> Outcome:
+def most(
+    play: Callable[[float], Outcome], first: float, *, whole: bool, limit: float = MOST
+) -> Outcome:
     """Searches the largest load that is met: doubling or halving, then between.
 
     Args:
         play: Runs a load.
         first: Load to begin with.
         whole: Loads are whole numbers.
+        limit: Largest load that is tried.
 
     Returns:
         The outcome under that load; under load 0 when not even the smallest is met.
     """
     outcome = play(first)
     best, low, high = (outcome, first, first) if outcome.is_met else (None, first, first)
-    while best is not None and high <= MOST and (outcome := play(high * 2)).is_met:
+    while best is not None and high * 2 <= limit and (outcome := play(high * 2)).is_met:
         best, low, high = outcome, high * 2, high * 2
-    high *= 2 if best is not None else 1
+    if best is not None:
+        high = min(high * 2, limit)
     while best is None and low > (1 if whole else first / 64):
         low /= 2
         if (outcome := play(low)).is_met:
