@@ -35,8 +35,10 @@ def draw(panels: Sequence[Bars | Lines], path: Path) -> None:
         from matplotlib.figure import Figure  # an extra: benchmarks run without a plot
     except ImportError:
         raise SystemExit("A plot needs matplotlib: pip install 'agentkv-runtime[bench]'.") from None
-    figure = Figure(figsize=(9, 3.2 * len(panels)), layout="constrained")
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+    heights = [1 + 0.22 * len(panel.values) if isinstance(panel, Bars) else 3.2 for panel in panels]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
         axes.set_title(panel.title)
         if isinstance(panel, Bars):
             names = list(panel.values)
