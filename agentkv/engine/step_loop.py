@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
-from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler
 from agentkv.engine.operations import Operation
 from agentkv.engine.runner import Runner
@@ -69,10 +69,20 @@ class StepLoop:
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
 
-    def end(self, request: Request) -> None:
-        """Ends a request early; its operation knows why."""
-        del self._operations[request]
-        self.scheduler.finish(request)
+    def end(self, request: Request, num_dropped: int = 0) -> None:
+        """Ends a request early; its operation knows why.
+
+        Args:
+            request: One that is known here.
+            num_dropped: Tokens to take back: those that a step committed after its end.
+        """
+        self._operations.pop(request, None)
+        if request.status is not RequestStatus.DONE:  # else the step has ended it
+            self.scheduler.finish(request)
+        if num_dropped:
+            request.generated_tokens -= num_dropped
+            request.context.bill.generated_tokens -= num_dropped
+            self._store.truncate(request.context, request.context.length - num_dropped)
 
     def end_released(self, request: Request) -> Operation:
         """Ends a request whose context is about to be released: release wins."""
@@ -95,6 +105,8 @@ class StepLoop:
     def _dispatch(self, events: Sequence[Event]) -> list[Operation]:
         touched: dict[Operation, None] = {}
         for event in events:
+            if event.request not in self._operations:
+                continue  # a token before this one ended it
             operation = self._operations[event.request]
             if event.finish is not None:
                 del self._operations[event.request]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from bench import PINNED, RETAINED, TENANT, Bench
-from fakes import continuation, logprob, next_token
+from fakes import continuation, logprob, mostly_right, next_token
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -79,6 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 16, 64]),
         watermark=st.sampled_from([0, 0, 1, 3]),
         quota=st.sampled_from([None, None, 4, 8]),
+        draft=st.sampled_from([0, 3, 6]),
     )
     def start(
         self,
@@ -88,6 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         watermark: int,
         quota: int | None,
+        draft: int,
     ) -> None:
         self.watermark = watermark
         self.bench = Bench(
@@ -98,6 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
             watermark=watermark,
             max_length=MAX_LENGTH,
             max_waiting=6,
+            draft=draft,
+            propose=mostly_right,
             limits=LimitsConfig(max_contexts=MAX_CONTEXTS, max_depth=5),
             quotas=QuotasConfig(default=QuotaConfig(blocks=quota)),
         )
@@ -448,5 +452,5 @@ TestEngineMachine.settings = settings(
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate, Phase.shrink),
+    phases=(Phase.generate,),
 )
