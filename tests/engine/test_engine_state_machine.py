@@ -79,7 +79,6 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([4, 16, 64]),
         watermark=st.sampled_from([0, 0, 1, 3]),
         quota=st.sampled_from([None, None, 4, 8]),
-        draft=st.sampled_from([0, 3, 6]),
     )
     def start(
         self,
@@ -89,7 +88,6 @@ class EngineMachine(RuleBasedStateMachine):
         budget: int,
         watermark: int,
         quota: int | None,
-        draft: int,
     ) -> None:
         self.watermark = watermark
         self.bench = Bench(
@@ -100,7 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             watermark=watermark,
             max_length=MAX_LENGTH,
             max_waiting=6,
-            draft=draft,
+            draft={4: 0, 16: 3, 64: 6}[budget],
             propose=mostly_right,
             limits=LimitsConfig(max_contexts=MAX_CONTEXTS, max_depth=5),
             quotas=QuotasConfig(default=QuotaConfig(blocks=quota)),
