@@ -42,8 +42,7 @@ def largest(prices):
     return result
 """
 WORKLOADS = {
-    "edit": f"```python\n{CODE}```\n\nThe same file again, with the name of branch {{0}} on top:\n\n"
-    f"```python\n# branch {{0}}\n",
+    "edit": f"Before:\n\n# version {{0}}\n{CODE}\n\nAfter:\n\n# version {{0}}.1\n{CODE[:70]}",
     "free": "Chapter {0}. It was a quiet morning in the village by the sea, and the old fisherman",
 }
 MIN_GAIN = 1.3

@@ -194,5 +194,5 @@ class BeamGroup:
             return True
         reaches_on = options.early_stopping == "never" and options.length_penalty > 0
         hoped = options.max_tokens if reaches_on else length
-        best = self.running[0].total / hoped**options.length_penalty
+        best: float = self.running[0].total / hoped**options.length_penalty
         return best > self.finished[-1].score

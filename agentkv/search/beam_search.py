@@ -51,7 +51,6 @@ class BeamPlan(Generic[HandleT]):
 
     def __init__(self, context: HandleT, options: BeamOptions) -> None:
         self._options = options
-        self._root = context
         self._length = context.length
         self._groups = [BeamGroup(options) for _ in range(options.num_groups)]
         self._beams: list[list[HandleT]] = [[] for _ in self._groups]
