@@ -154,7 +154,7 @@ def serve(
             help="Most tokens that a step guesses ahead from the text before, and checks at once; "
             "0 leaves it to clients that ask. Guesses change how fast tokens come, and not which."
         ),
-    ] = 8,
+    ] = 0,
     lease_ttl: Annotated[
         float, typer.Option(help="Seconds without use after which a lease expires by default.")
     ] = 3600.0,

@@ -142,6 +142,20 @@ def test_wrong_guesses_leave_nothing() -> None:
     bench.end()
 
 
+def test_a_shared_block_is_copied_before_guesses_are_written() -> None:
+    """Catches guesses written behind a row that runs for its logits only, where a fork cut."""
+    bench = Bench(block_size=8, draft=4, propose=always_right)
+    prompt = numbers(1, 14)
+    context = bench.create(prompt)
+    (other,) = bench.fork(context, at=12)
+    (twin,) = bench.fork(context, at=12)
+    bench.extend(twin, [5])
+    bench.forget_logits(context)
+    assert bench.generate(context, 9) == continuation(prompt, 9)
+    assert bench.generate(other, 9) == continuation(prompt[:12], 9)
+    bench.end()
+
+
 def test_drafts_take_only_what_is_left() -> None:
     """Catches a branch preempted, cache evicted or a request that waits for somebody's guesses."""
     tallies = []
