@@ -78,7 +78,7 @@ def test_case_071_a_group_whose_members_are_gone_is_preempted() -> None:
     prompt = numbers(1, 16)
     root = bench.create(prompt)
     children = bench.fork(root, 4)
-    streams = [bench.start(child, 16) for child in children]
+    streams = [bench.start(child, 20) for child in children]
     while bench.length(children[3]) < 21:
         bench.step()
     told = [tokens_of(stream.take_news()) for stream in streams]
@@ -89,8 +89,8 @@ def test_case_071_a_group_whose_members_are_gone_is_preempted() -> None:
     rest = [tokens_of(bench.finish(streams[number])) for number in (0, 3)]
     bench.finish(other)
     for child, begun, ended in ((0, told[0], rest[0]), (3, told[3], rest[1])):
-        assert begun + ended == continuation(prompt, 16)
-        assert bench.tokens(children[child]) == prompt + continuation(prompt, 16)
-    assert bench.tokens(children[2]) == kept == (prompt + continuation(prompt, 16))[: len(kept)]
+        assert begun + ended == continuation(prompt, 20)
+        assert bench.tokens(children[child]) == prompt + continuation(prompt, 20)
+    assert bench.tokens(children[2]) == kept == (prompt + continuation(prompt, 20))[: len(kept)]
     assert bench.engine.view().num_preemptions > 0, "nobody had to wait"
     bench.end()
