@@ -139,7 +139,6 @@ class Quotas:
         limit = self.max_blocks(tenant)
         assert limit is not None
         free, held = max(0, room), self._tree.root(tenant).held_below[Hold.KV]
-        need += max(0, -room_if_idle_gave_way)  # what its path keeps as cache counts again in use
         reclaimable = max(0, room_if_idle_gave_way) - free
         is_possible = own + need <= limit
         need += max(0, -room_if_idle_gave_way)
