@@ -364,9 +364,10 @@ class EngineMachine(RuleBasedStateMachine):
 
         def state() -> object:
             pool = self.bench.pool_view
-            # A refused call is a use of its context all the same, which ends a PARK lease.
+            # A refused call is a use of its context all the same, which ends a PARK lease: what is
+            # still there of its KV counts as live again.
             views = [replace(view, lease=ANY_LEASE, expire_time=None) for view in self._views()]
-            return views, pool.live, pool.pinned, self.bench.engine.view().num_waiting
+            return views, pool.free, pool.pinned, self.bench.engine.view().num_waiting
 
         before = state()
         try:
