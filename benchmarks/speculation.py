@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    max_tokens, repeats = (12, 1) if options.quick else (64, 2)
+    max_tokens, repeats = (12, 1) if options.quick else (48, 2)
     scheduler = SchedulerConfig(num_speculative_tokens=options.speculate)
     config = EngineConfig(model=MODEL, num_blocks=1024, scheduler=scheduler)
     engine = build_engine(config)
