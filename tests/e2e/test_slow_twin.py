@@ -129,7 +129,7 @@ def run_program(
 ) -> TwinBench:
     """Runs a program to its end, compares every leaf, and gives everything back."""
     plain, model = models(family)
-    # SHARED repeats nothing, but what a tiny model says goes round in circles: drafts are right.
+    # Drafts too, where tokens happen to repeat; tests of the engine force them.
     scheduler = SchedulerConfig(token_budget=24, chunk_size=7, num_speculative_tokens=4)
     made = TinyEngine(
         model,
