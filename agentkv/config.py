@@ -55,11 +55,18 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused with QUEUE_FULL."""
     watermark: int = 0
     """Free blocks that admission leaves for requests that already run."""
+    num_speculative_tokens: int = 0
+    """Most tokens of a draft, for requests that do not say; 0 drafts for those alone that do."""
+    fixed_rows: float = 12.0
+    """What a step costs before its first row, in rows, as `benchmarks/step_cost.py` measures it:
+    a draft is made where it is worth its rows."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "chunk_size", "max_running", "max_waiting"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
         _require(self.watermark >= 0, "watermark must not be negative.")
+        _require(self.num_speculative_tokens >= 0, "num_speculative_tokens must not be negative.")
+        _require(0 <= self.fixed_rows < math.inf, "fixed_rows must be finite and not negative.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,13 @@ def serve(
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    speculate: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step guesses ahead from the text before, and checks at once; "
+            "0 leaves it to clients that ask. Guesses change how fast tokens come, and not which."
+        ),
+    ] = 0,
     lease_ttl: Annotated[
         float, typer.Option(help="Seconds without use after which a lease expires by default.")
     ] = 3600.0,
@@ -263,7 +270,9 @@ def serve(
         batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
-        scheduler=SchedulerConfig(token_budget=token_budget, watermark=watermark),
+        scheduler=SchedulerConfig(
+            token_budget=token_budget, watermark=watermark, num_speculative_tokens=speculate
+        ),
         leases=LeaseConfig(
             default_ttl=lease_ttl,
             max_ttl=max_lease_ttl,

@@ -51,6 +51,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     logprobs: bool
     top_logprobs: int
+    num_speculative_tokens: int | None
 
 
 def create(

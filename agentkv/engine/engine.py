@@ -21,6 +21,7 @@ from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.eviction import flush
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
@@ -76,6 +77,7 @@ class Engine:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
+        propose: Propose = look_up,
     ) -> None:
         assert mover is not None or not pool.host_blocks
         self.facts = facts
@@ -93,12 +95,20 @@ class Engine:
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
-        self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
+        self._scheduler = Scheduler(
+            self._store, scheduler, max_length=facts.max_length, propose=propose
+        )
         self._loop = StepLoop(
             self._scheduler, runner, self._store, self._tick, mover=mover, timer=timer
         )
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
+        self._factory = RequestFactory(
+            self._tree,
+            end_token_ids,
+            new_seed,
+            facts.vocab_size,
+            scheduler.num_speculative_tokens,
+        )
         self._clock = clock
         self._timer = timer
         self._num_forks = 0

@@ -154,6 +154,8 @@ def usage(value: Usage) -> pb.Usage:
         computed_tokens=value.computed_tokens,
         cached_tokens=value.cached_tokens,
         generated_tokens=value.generated_tokens,
+        drafted_tokens=value.drafted_tokens,
+        accepted_tokens=value.accepted_tokens,
     )
 
 
