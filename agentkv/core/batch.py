@@ -12,6 +12,7 @@ never tensors, and knows nothing of requests: answers come back in the order of 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from agentkv.core.matcher import AllowedTokens
 from agentkv.sampling_params import SamplingParams
 
 NO_SLOT = -1
@@ -62,6 +63,8 @@ class Sample(NamedTuple):
     stream: Stream
     position: int
     """Position the chosen token will have."""
+    allowed: AllowedTokens | None = None
+    """The tokens to choose from; None: all."""
 
 
 class Score(NamedTuple):

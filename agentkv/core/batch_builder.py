@@ -103,7 +103,7 @@ def _sample(tree: ContextTree, work: Work) -> Sample:
     assert request.params is not None
     head = tree.heads.get(tail) if work.last_row is None else None
     assert work.last_row is not None or head is not None
-    return Sample(work.last_row, head, request.params, request.stream, tail.end)
+    return Sample(work.last_row, head, request.params, request.stream, tail.end, request.matcher)
 
 
 def _head(work: Work) -> int:

@@ -6,12 +6,20 @@ and changes nothing in the tree by itself.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentkv.core.segment import Hold, Segment
 
 if TYPE_CHECKING:
     from agentkv.core.request import Request
+
+
+class Region(NamedTuple):
+    """The part of a context that a grammar constrains: from `start` to wherever its text ends."""
+
+    grammar: object
+    """Opaque here."""
+    start: int
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +52,20 @@ class Context:
     """Living contexts forked from it."""
     request: "Request | None" = field(default=None, repr=False)
     """The request that may change it, if any."""
+    region: Region | None = None
+    """Where its last constrained generation began, and with what; forks and truncations at or
+    beyond that position keep it."""
     is_released: bool = False
     last_used: int = 0
     """Logical time of its last use; orders who gives way."""
     number: int = 0
     """Order of creation among the contexts of a store."""
+
+    def region_at(self, position: int) -> Region | None:
+        """Finds the region that a branch forked at a position, or cut to it, is in."""
+        if self.region is None or position < self.region.start:
+            return None
+        return self.region
 
     @property
     def is_pinned(self) -> bool:

@@ -177,6 +177,7 @@ class ContextStore:
             InvalidRequest: The context is shorter than that.
         """
         _check_position(length, context.length)
+        context.region = context.region_at(length)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
         context.length = length
 
@@ -294,6 +295,7 @@ class ContextStore:
                 parent.depth + 1,
                 parent.root_id,
                 labels,
+                region=parent.region_at(position),
             )
             for number in range(count)
         ]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from agentkv.core.batch import Stream
 from agentkv.core.context import Context
+from agentkv.core.matcher import Matcher
 from agentkv.core.views import Usage
 from agentkv.errors import AgentKVError
 from agentkv.sampling_params import SamplingParams
@@ -35,6 +36,10 @@ class FinishReason(StrEnum):
     """`max_tokens`, or the model's longest context."""
     ERROR = "error"
     """The request failed; what was committed before stays."""
+    DEAD_END = "dead_end"
+    """No token of the model continues the text as its constraint wants it."""
+    TOOL_CALL = "tool_call"
+    """The text is whole, and calls a tool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +54,8 @@ class Request:
     stream: Stream = _NO_STREAM
     end_token_ids: frozenset[int] = frozenset()
     """Ids that end generation."""
+    matcher: Matcher | None = None
+    """Where its text is in the grammar that constrains it; None: any token may follow."""
     next_scored: int | None = None
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
@@ -91,3 +98,5 @@ class Event(NamedTuple):
     logprob: float | None = None
     finish: FinishReason | None = None
     error: AgentKVError | None = None
+    forced: tuple[int, ...] = ()
+    """Tokens committed after `token` because its constraint leaves no other."""

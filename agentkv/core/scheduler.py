@@ -108,7 +108,7 @@ class Scheduler:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
                 token, logprob, failed = next(samples)
-                events.append(self._commit_token(work.request, token, logprob, failed))
+                events.append(self._commit_sampled(work.request, token, logprob, failed))
             elif work.request.params is None and work.upto == work.request.target:
                 work.request.context.length = work.request.context.tail.end
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
@@ -140,23 +140,48 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_token(
+    def _commit_sampled(
         self, request: Request, token: int, logprob: float | None, failed: bool
     ) -> Event:
-        context, params = request.context, request.params
-        assert params is not None
+        matcher = request.matcher
+        if matcher is not None and matcher.error is not None:
+            return Event(request, finish=FinishReason.ERROR, error=matcher.error)
+        if matcher is not None and matcher.is_dead_end:
+            return Event(request, finish=FinishReason.DEAD_END)
         if failed:
-            error = InternalError(
+            fault = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
             )
-            return Event(request, finish=FinishReason.ERROR, error=error)
-        context.tail = self._tree.append(context.tail, (token,), context.hold)
-        context.length += 1
-        request.generated_tokens += 1
-        finish = None
-        if token in request.end_token_ids:
-            finish = FinishReason.STOP
-        elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
-            finish = FinishReason.LENGTH
-        return Event(request, token, logprob, finish)
+            return Event(request, finish=FinishReason.ERROR, error=fault)
+        forced = self._forced(request, token)
+        finish = self._commit(request, (token, *forced))
+        error = None if matcher is None or finish is not None else matcher.error
+        if error is not None:
+            return Event(request, token, logprob, FinishReason.ERROR, error, forced)
+        return Event(request, token, logprob, finish, forced=forced)
+
+    def _forced(self, request: Request, token: int) -> tuple[int, ...]:
+        """Lists the tokens that must follow a chosen one, up to one that ends the generation."""
+        assert request.params is not None
+        if request.matcher is None or token in request.end_token_ids:
+            return ()
+        length, generated = request.context.length, request.generated_tokens
+        limit = min(request.params.max_tokens - generated, self._max_length - length) - 1
+        forced = tuple(request.matcher.advance(token, limit))
+        ends = (n for n, item in enumerate(forced) if item in request.end_token_ids)
+        return forced[: next(ends, len(forced)) + 1]
+
+    def _commit(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
+        """Commits tokens; returns why generation ends there, if it does."""
+        context, params, matcher = request.context, request.params, request.matcher
+        assert params is not None
+        context.tail = self._tree.append(context.tail, tokens, context.hold)
+        context.length += len(tokens)
+        request.generated_tokens += len(tokens)
+        is_complete = matcher is not None and matcher.is_complete and matcher.error is None
+        if tokens[-1] in request.end_token_ids or is_complete:
+            return FinishReason.STOP
+        if request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
+            return FinishReason.LENGTH
+        return None

@@ -6,11 +6,13 @@ It decides nothing: what a verb means is `Engine`'s affair.
 from collections.abc import Mapping, Sequence
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
 from agentkv.core.views import ContextView
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.generation_stream import GenerationStream
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
@@ -50,6 +52,12 @@ class AsyncEngine:
     def facts(self) -> ModelFacts:
         """What a client may want to know of the model."""
         return self._engine.facts
+
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint on a thread of its own; see `GrammarCompiler.compile_soon`."""
+        if isinstance(constraint, Continued):
+            return constraint
+        return await self._engine.grammars.compile_soon(constraint)
 
     async def start(self) -> None:
         """Starts the engine's thread; answers arrive on the running event loop."""
@@ -127,11 +135,12 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> GenerationStream:
         """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
         return self._thread.stream(
             lambda: self._engine.generate(
-                tenant, context_id, params, expected_length=expected_length
+                tenant, context_id, params, expected_length=expected_length, grammar=grammar
             )
         )
 
@@ -144,11 +153,12 @@ class AsyncEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> GenerationStream:
         """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
         return self._thread.stream(
             lambda: self._engine.generate_branches(
-                tenant, context_id, count, params, at=at, labels=labels
+                tenant, context_id, count, params, at=at, labels=labels, grammar=grammar
             )
         )
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.constraint import Continued, Tools
 from agentkv.core.block_pool import BlockPool
-from agentkv.core.context import Context
+from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.reply_table import ReplyTable
@@ -18,6 +19,8 @@ from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.core.views import ContextView, PoolView
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
+from agentkv.engine.grammar import Grammar, GrammarMatcher
+from agentkv.engine.grammar_compiler import GrammarCompiler
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import EngineView, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
@@ -25,6 +28,7 @@ from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Runner
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.engine.tool_format import ToolCall
 from agentkv.errors import AgentKVError, NotFound
 from agentkv.sampling_params import SamplingParams
 
@@ -56,6 +60,10 @@ class Engine:
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
+        self.grammars = GrammarCompiler(
+            tokenizer, vocab_size=facts.vocab_size, end_token_ids=end_token_ids
+        )
+        """Compiles constraints; may be used on any thread."""
         self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
         self._store = ContextStore(self._tree, limits, new_id)
         self._checks = RequestChecks(facts, limits)
@@ -215,17 +223,26 @@ class Engine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> Generation:
         """Samples tokens and commits each as it comes.
 
+        Args:
+            tenant: The caller.
+            context_id: Handle of the context.
+            params: How to sample.
+            expected_length: Length the context must have; None: any.
+            grammar: What the text must match from here on, or `Continued`: the grammar of the
+                context's last constrained generation, from where that began.
+
         Raises:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
-            InvalidRequest: The context is empty or at the model's longest, or a stop token is
-                beyond the vocabulary.
+            InvalidRequest: The context is empty or at the model's longest, a stop token is
+                beyond the vocabulary, or there is no grammar to continue.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
         context = self._store.get_idle(tenant, context_id, expected_length)
-        return self._generate([context], params, context.length, is_single=True)
+        return self._generate([context], params, context.length, grammar, is_single=True)
 
     def generate_branches(
         self,
@@ -236,6 +253,7 @@ class Engine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> Generation:
         """Forks `count` branches and generates on each, in one stream; all or none.
 
@@ -246,10 +264,12 @@ class Engine:
         """
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
-            self._checks.generation(params, length=parent.length if at is None else at)
+            length = parent.length if at is None else at
+            self._checks.generation(params, length=length)
+            self._checks.grammar(params, grammar, parent.region_at(length))
         children = self._fork(parent, count, at, labels or {})
         try:
-            return self._generate(children, params, children[0].length, is_single=False)
+            return self._generate(children, params, children[0].length, grammar, is_single=False)
         except AgentKVError:
             for child in children:
                 self._store.release(child)
@@ -398,11 +418,29 @@ class Engine:
         return children
 
     def _generate(
-        self, contexts: Sequence[Context], params: SamplingParams, length: int, *, is_single: bool
+        self,
+        contexts: Sequence[Context],
+        params: SamplingParams,
+        length: int,
+        grammar: Grammar | Continued | None,
+        *,
+        is_single: bool,
     ) -> Generation:
         self._checks.generation(params, length=length)
+        self._checks.grammar(params, grammar, contexts[0].region)
         seed = self._factory.seed(params)
-        requests = [self._factory.generation(context, params, seed) for context in contexts]
+        region = contexts[0].region
+        if isinstance(grammar, Grammar):
+            region = Region(grammar, length)
+        requests = [
+            self._factory.generation(
+                context,
+                params,
+                seed,
+                self._matcher(context, region, params) if region and grammar else None,
+            )
+            for context in contexts
+        ]
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
@@ -410,8 +448,29 @@ class Engine:
             self._store.view,
             self.pool_view,
             self._loop.end,
+            read_calls=self._tool_calls,
             seed=seed,
             is_single=is_single,
         )
         self._loop.submit(operation)
+        for context in contexts:
+            context.region = region
         return operation
+
+    def _matcher(self, context: Context, region: Region, params: SamplingParams) -> GrammarMatcher:
+        """Makes the state of a grammar after what a context's region holds."""
+        assert isinstance(region.grammar, Grammar)
+        history = tuple(self._tree.tokens(context.tail, region.start, context.length))
+        # One row of logits for each step: a run has no log-probabilities if it is not sampled.
+        return GrammarMatcher(region.grammar, history, jumps=not params.logprobs)
+
+    def _tool_calls(self, context: Context) -> Sequence[ToolCall]:
+        """Finds the call that a context's region ends with, if it is of tools and does."""
+        region = context.region
+        if region is None or not isinstance(region.grammar, Grammar):
+            return ()
+        constraint = region.grammar.constraint
+        if not isinstance(constraint, Tools):
+            return ()
+        text = self.tokenizer.decode(self._store.tokens(context, region.start, None))
+        return self.grammars.tool_format.read(text, constraint)

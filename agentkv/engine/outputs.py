@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
+from agentkv.engine.tool_format import ToolCall
 from agentkv.errors import AgentKVError
 
 
@@ -47,6 +48,8 @@ class Finish:
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
     """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What the model asks its caller to do, when the reason is TOOL_CALL."""
 
 
 Update = Branches | Chunk | Finish

@@ -9,6 +9,7 @@ from itertools import count
 from agentkv.core.batch import Stream
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.matcher import Matcher
 from agentkv.core.request import Request
 from agentkv.sampling_params import SamplingParams
 
@@ -48,11 +49,18 @@ class RequestFactory:
         request.is_continued = False
         return request
 
-    def generation(self, context: Context, params: SamplingParams, seed: int | None) -> Request:
+    def generation(
+        self,
+        context: Context,
+        params: SamplingParams,
+        seed: int | None,
+        matcher: Matcher | None = None,
+    ) -> Request:
         """Asks for tokens to be sampled after a context's last one."""
         model_ends = frozenset[int]() if params.ignore_eos else self._end_token_ids
         ends = model_ends.union(params.stop_token_ids)
-        return Request(next(self._ids), context, params, Stream(seed or 0, context.ordinal), ends)
+        stream = Stream(seed or 0, context.ordinal)
+        return Request(next(self._ids), context, params, stream, ends, matcher)
 
     def seed(self, params: SamplingParams) -> int | None:
         """Finds the seed that replays a call: the caller's, or a fresh one; None when greedy."""

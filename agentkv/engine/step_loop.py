@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Event, FinishReason, Request
 from agentkv.core.scheduler import Scheduler
+from agentkv.engine.grammar import GrammarMatcher
+from agentkv.engine.mask_maker import MaskMaker
 from agentkv.engine.operations import Operation
 from agentkv.engine.runner import Runner
 from agentkv.errors import AgentKVError, NotFound, Reason
@@ -24,6 +26,7 @@ class StepLoop:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
+        self._masks = MaskMaker()
         self._operations: dict[Request, Operation] = {}
 
     def submit(self, operation: Operation) -> None:
@@ -50,6 +53,8 @@ class StepLoop:
             return []
         events = list(step.refused)
         if step.works:
+            allowed = [sample.allowed for sample in step.batch.samples]
+            self._masks.begin([item for item in allowed if isinstance(item, GrammarMatcher)])
             try:
                 result = self._runner.run(step.batch)
             except Exception:
@@ -59,10 +64,18 @@ class StepLoop:
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
 
-    def end(self, request: Request) -> None:
-        """Ends a request early; its operation knows why."""
-        del self._operations[request]
-        self.scheduler.finish(request)
+    def end(self, request: Request, num_dropped: int = 0) -> None:
+        """Ends a request early; its operation knows why.
+
+        Args:
+            request: One that is known here.
+            num_dropped: Tokens to take back: those of a run that came after its end.
+        """
+        if self._operations.pop(request, None) is not None:  # else the step has ended it
+            self.scheduler.finish(request)
+        if num_dropped:
+            request.generated_tokens -= num_dropped
+            self._store.truncate(request.context, request.context.length - num_dropped)
 
     def end_released(self, request: Request) -> Operation:
         """Ends a request whose context is about to be released: release wins."""

@@ -73,6 +73,12 @@ class Tokenizer:
         return self._marked.get_vocab_size(with_added_tokens=True)
 
     @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the model's chat template."""
+        template: object = self._templates.chat_template
+        return template if isinstance(template, str) else None
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return self._templates.chat_template is not None

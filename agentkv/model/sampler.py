@@ -20,6 +20,7 @@ from torch import Tensor
 
 from agentkv.core.batch import Sample, Sampled
 from agentkv.model.random_stream import Draw, uniforms
+from agentkv.model.token_mask import keep_allowed
 from agentkv.model.upload import upload
 from agentkv.sampling_params import SamplingParams
 
@@ -47,12 +48,13 @@ class Sampler:
         assert logits.shape[0] == len(samples), "one row of logits for each sample"
         if not samples:
             return []
-        tokens = logits.argmax(dim=-1)  # (num_samples,); the first of equals, NaN above all
-        failed = ~logits.gather(1, tokens[:, None]).squeeze(1).isfinite()
+        choices = keep_allowed(logits, samples)
+        tokens = choices.argmax(dim=-1)  # (num_samples,); the first of equals, NaN above all
+        failed = ~choices.gather(1, tokens[:, None]).squeeze(1).isfinite()
         drawn = [row for row, sample in enumerate(samples) if not sample.params.is_greedy]
         for rows in _chunks(drawn, logits):
             index = upload(rows, torch.int64, logits.device)
-            chosen = _draw(logits[index], failed[index], [samples[row] for row in rows])
+            chosen = _draw(choices[index], failed[index], [samples[row] for row in rows])
             tokens[index] = chosen
         asking = [row for row, sample in enumerate(samples) if sample.params.logprobs]
         return _answers(tokens.masked_fill(failed, _FAILED), _logprobs_at(logits, tokens, asking))
