@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        ToolCall,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         Residency,
         Usage,
     )
+    from agentkv.constraint import Choices, Continued, JsonSchema, Lark, Regex, Tool, Tools
     from agentkv.errors import (
         AgentKVError,
         Cancelled,
@@ -64,6 +66,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "ToolCall",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -79,6 +82,15 @@ _HOMES = {
         "Released",
         "Residency",
         "Usage",
+    ),
+    "agentkv.constraint": (
+        "Choices",
+        "Continued",
+        "JsonSchema",
+        "Lark",
+        "Regex",
+        "Tool",
+        "Tools",
     ),
     "agentkv.errors": (
         "AgentKVError",
@@ -112,6 +124,7 @@ __all__ = [
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "Choices",
     "Chunk",
     "Client",
     "Completion",
@@ -122,6 +135,7 @@ __all__ = [
     "ContextLost",
     "ContextMoved",
     "ContinuationScore",
+    "Continued",
     "CountersInfo",
     "DeadlineExceeded",
     "Extension",
@@ -130,12 +144,15 @@ __all__ = [
     "GeneratedBranch",
     "InternalError",
     "InvalidRequest",
+    "JsonSchema",
+    "Lark",
     "LimitsInfo",
     "ModelInfo",
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
     "Reason",
+    "Regex",
     "Released",
     "Residency",
     "RetryPolicy",
@@ -143,6 +160,9 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tool",
+    "ToolCall",
+    "Tools",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",

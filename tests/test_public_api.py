@@ -16,6 +16,7 @@ PUBLIC = {
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
+    *("JsonSchema", "Regex", "Lark", "Choices", "Tools", "Tool", "ToolCall", "Continued"),
     *("AgentKVError", "Reason"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }

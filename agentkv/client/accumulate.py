@@ -47,5 +47,6 @@ class BranchRecord:
                 else None
             ),
             error=error,
+            tool_calls=tuple(map(replies.tool_call, message.tool_calls)),
         )
         return self.completion

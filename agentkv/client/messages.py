@@ -8,6 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
+from agentkv.constraint import (
+    Choices,
+    Constraint,
+    Continued,
+    JsonSchema,
+    Lark,
+    Regex,
+    Tools,
+)
 from agentkv.errors import InvalidRequest
 from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
@@ -34,6 +43,8 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
+    constraint: Constraint | None
+    """What the text must match; None: nothing."""
 
 
 def create(
@@ -97,7 +108,10 @@ def extend(
 
 def generate(context_id: str, options: SamplingOptions) -> pb.GenerateRequest:
     """Builds a Generate request; the expected length is set when it is sent."""
-    return pb.GenerateRequest(context_id=context_id, sampling=_sampling(options))
+    sampling = _sampling(options)
+    with _refusing_bad_values():
+        constraint = _constraint(options.get("constraint"))
+        return pb.GenerateRequest(context_id=context_id, sampling=sampling, constraint=constraint)
 
 
 def generate_branches(
@@ -111,7 +125,12 @@ def generate_branches(
     sampling = _sampling(options)
     with _refusing_bad_values():
         return pb.GenerateBranchesRequest(
-            context_id=context_id, count=count, at=at, sampling=sampling, labels=labels
+            context_id=context_id,
+            count=count,
+            at=at,
+            sampling=sampling,
+            labels=labels,
+            constraint=_constraint(options.get("constraint")),
         )
 
 
@@ -151,6 +170,7 @@ def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb
 
 def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given: dict[str, Any] = dict(options)
+    given.pop("constraint", None)
     stop = options.get("stop", ())
     # A text is a sequence of texts as well, of one letter each, which nobody means.
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -169,6 +189,32 @@ def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs,
         )
+
+
+def _constraint(constraint: Constraint | None) -> pb.Constraint | None:
+    match constraint:
+        case JsonSchema():
+            return pb.Constraint(json_schema=constraint.text)
+        case Regex():
+            return pb.Constraint(regex=constraint.pattern)
+        case Lark():
+            return pb.Constraint(grammar=constraint.grammar)
+        case Choices():
+            return pb.Constraint(choices=pb.Choices(texts=constraint.texts))
+        case Tools():
+            tools = [
+                pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+                for tool in constraint.tools
+            ]
+            return pb.Constraint(tools=pb.Tools(tools=tools, choice=constraint.choice))
+        case Continued():
+            return pb.Constraint(continued=True)
+        case None:
+            return None
+    raise InvalidRequest(
+        f"A constraint is JsonSchema, Regex, Lark, Choices, Tools or Continued, not "
+        f"{type(constraint).__name__}."
+    )
 
 
 def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatMessages:

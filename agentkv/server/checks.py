@@ -11,6 +11,17 @@ from typing import Final
 from google.protobuf.message import Message
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import (
+    AUTO,
+    Choices,
+    Constraint,
+    Continued,
+    JsonSchema,
+    Lark,
+    Regex,
+    Tool,
+    Tools,
+)
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
@@ -190,6 +201,26 @@ class Checks:
                 self._add(f"sampling.{field}", what)
             return SamplingParams()
 
+    def constraint(
+        self, request: pb.GenerateRequest | pb.GenerateBranchesRequest
+    ) -> Constraint | None:
+        """Checks the form of a constraint; what it says is the compiler's to judge."""
+        if not request.HasField("constraint"):
+            return None
+        self._require(
+            not request.sampling.ignore_eos,
+            "sampling.ignore_eos",
+            "contradicts a constraint, which ends the text",
+        )
+        try:
+            constraint = _constraint(request.constraint)
+        except InvalidRequest as error:
+            for field, what in error.violations.items():
+                self._add(field, what, Reason.GRAMMAR_REJECTED)
+            return None
+        self._require(constraint is not None, "constraint", "must be given in one form")
+        return constraint
+
     def tokenised(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Checks what text became: text of one character may be no token at all."""
         self._require(bool(token_ids), field, "holds no token")
@@ -307,3 +338,29 @@ def _sampling_params(options: pb.SamplingOptions) -> SamplingParams:
         logprobs=options.logprobs,
         **given,
     )
+
+
+def _constraint(message: pb.Constraint) -> Constraint | None:
+    """Reads a constraint; None when it has no form.
+
+    Raises:
+        InvalidRequest: Texts or tools are none, too many or ill-named.
+    """
+    match message.WhichOneof("form"):
+        case "json_schema":
+            return JsonSchema(message.json_schema)
+        case "regex":
+            return Regex(message.regex)
+        case "grammar":
+            return Lark(message.grammar)
+        case "choices":
+            return Choices(tuple(message.choices.texts))
+        case "tools":
+            tools = [
+                Tool(tool.name, tool.description, tool.parameters or None)
+                for tool in message.tools.tools
+            ]
+            return Tools(tools, message.tools.choice or AUTO)
+        case "continued":
+            return Continued() if message.continued else None
+    return None

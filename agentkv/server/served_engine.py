@@ -8,8 +8,10 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
 from agentkv.core.views import ContextView
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
@@ -138,6 +140,10 @@ class ServedEngine(Protocol):
         """Appends tokens and computes their KV."""
         ...
 
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint, away from the event loop and the engine's thread."""
+        ...
+
     def generate(
         self,
         tenant: str,
@@ -145,6 +151,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream:
         """Generates on a context."""
         ...
@@ -158,6 +165,7 @@ class ServedEngine(Protocol):
         *,
         at: int | None = None,
         labels: Mapping[str, str] = ...,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream:
         """Forks a context and generates on every branch."""
         ...

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from google.protobuf.message import Message
 
 from agentkv.config import ServerConfig
+from agentkv.constraint import Constraint, Continued
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
@@ -89,9 +91,14 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         params = checks.sampling(request.sampling)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate(
-            tenant_of(rpc), context_id, params, expected_length=_expected_length(request)
+            tenant_of(rpc),
+            context_id,
+            params,
+            expected_length=_expected_length(request),
+            grammar=await self._grammar(constraint),
         )
         failures: list[Finish] = []
 
@@ -115,6 +122,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         count = checks.count(request)
         params = checks.sampling(request.sampling)
         labels = checks.labels(request.labels)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate_branches(
             tenant_of(rpc),
@@ -123,6 +131,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             params,
             at=request.at if request.HasField("at") else None,
             labels=labels,
+            grammar=await self._grammar(constraint),
         )
         await relay(
             stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout
@@ -217,6 +226,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
             counters=convert.counters(view),
         )
+
+    async def _grammar(self, constraint: Constraint | None) -> Grammar | Continued | None:
+        return None if constraint is None else await self._engine.compile(constraint)
 
     def _checks(self, request: Message) -> Checks:
         return Checks(request, self._engine.limits, self._engine.facts)

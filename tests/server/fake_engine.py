@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, Self
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -242,6 +244,11 @@ class FakeEngine:
             tuple(-0.5 for _ in token_ids) if logprobs else (),
         )
 
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        self.calls.append("compile")
+        self._fail("compile")
+        return Continued()  # no text of this fake's is constrained
+
     def generate(
         self,
         tenant: str,
@@ -249,6 +256,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream:
         self.calls.append("generate")
 
@@ -270,6 +278,7 @@ class FakeEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] = {},
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream:
         self.calls.append("generate_branches")
 
