@@ -5,6 +5,7 @@ expected answer.
 """
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ class TinyEngine:
         implementation: Implementation | None = None,
         max_graph_rows: int | None = None,
         make_levels: Levels = levels,
+        end_token_ids: Collection[int] = (),
     ) -> None:
-        """Puts an engine on a model; seeds are 1, 2, ... and nothing ends a generation early.
+        """Puts an engine on a model; seeds are 1, 2, ...
 
         Args:
             model: Switched to AgentKV's attention, and left so.
@@ -58,6 +60,7 @@ class TinyEngine:
             implementation: Of the kernels; None takes the one for the device.
             max_graph_rows: Rows of the largest step that runs as a graph; None: none does.
             make_levels: Says how many programs graphs start.
+            end_token_ids: Tokens that end a generation; none does otherwise.
         """
         shape = describe_model(model)
         self.kv = KVCache(shape, num_blocks=num_blocks, block_size=block_size)
@@ -82,7 +85,7 @@ class TinyEngine:
             pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=scheduler or SchedulerConfig(),
             limits=LimitsConfig(),
-            end_token_ids=frozenset(),
+            end_token_ids=frozenset(end_token_ids),
             new_id=lambda: f"c{next(numbers)}",
             new_seed=lambda: next(seeds),
         )
