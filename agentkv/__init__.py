@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FinishReason,
         GeneratedBranch,
         ToolCall,
+        TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.values import (
+        Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
@@ -67,6 +69,7 @@ _HOMES = {
         "FinishReason",
         "GeneratedBranch",
         "ToolCall",
+        "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
@@ -75,6 +78,7 @@ _HOMES = {
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.values": (
+        "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
@@ -124,6 +128,7 @@ __all__ = [
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "Choice",
     "Choices",
     "Chunk",
     "Client",
@@ -163,6 +168,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Tools",
+    "TopLogprobs",
     "Unauthenticated",
     "Unavailable",
     "UnsupportedModelError",

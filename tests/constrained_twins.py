@@ -172,7 +172,8 @@ def main() -> None:
     """Runs as many generations as the command line asks for."""
     number, began = int(sys.argv[1]), time.perf_counter()
     counts = ConstrainedTwins().run(range(number))
-    print(f"{counts} in {time.perf_counter() - began:.0f} s: all parse, all twins are equal")
+    seconds = time.perf_counter() - began
+    sys.stdout.write(f"{counts} in {seconds:.0f} s: all parse, all twins are equal\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 _NAMES = ("id", "name", "a b", "Größe", 'quo"te', "back\\slash", "名前", "x_1", "", "🙂", "true")
 _PATTERNS = ("^[a-c]{1,4}$", "^(foo|bar)-[0-9]{2}$", "^\\d{4}-\\d{2}$", "^[A-Z][a-z]{0,3}$")
-_CONSTANTS = ("", "yes", "ja – nein", 0, -1, 17, True, None, "line\nbreak", "🙂🙃")
+_CONSTANTS = ("", "yes", "ja / nein", 0, -1, 17, True, None, "line\nbreak", "🙂🙃")
 
 
 def random_schema(random: Random, depth: int = 3) -> Schema:

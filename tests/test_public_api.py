@@ -14,6 +14,7 @@ PUBLIC = {
     *("AsyncGenerateStream", "AsyncBranchStream"),
     *("RetryPolicy", "SamplingOptions", "SamplingParams"),
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
+    *("TopLogprobs", "Choice"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
     *("JsonSchema", "Regex", "Lark", "Choices", "Tools", "Tool", "ToolCall", "Continued"),

@@ -1,7 +1,7 @@
 """Puts the pieces of one branch together. It knows messages and values, no stream and no handle."""
 
 from agentkv.client import replies
-from agentkv.client.completion import Chunk, Completion, FinishReason
+from agentkv.client.completion import Chunk, Completion, FinishReason, TopLogprobs
 from agentkv.errors import AgentKVError
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -13,6 +13,7 @@ class BranchRecord:
         self._texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[TopLogprobs] = []
         self.completion: Completion | None = None
         """Everything, once the branch has ended."""
 
@@ -27,6 +28,7 @@ class BranchRecord:
         self._texts.append(chunk.text)
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
+        self.top_logprobs.extend(chunk.top_logprobs)
 
     def finish(self, message: pb.Finish) -> Completion:
         """Ends the branch."""
@@ -40,6 +42,7 @@ class BranchRecord:
             usage=replies.usage(message.usage),
             seed=message.seed if message.HasField("seed") else None,
             logprobs=tuple(self.logprobs),
+            top_logprobs=tuple(self.top_logprobs),
             stop=message.stop if message.HasField("stop") else None,
             num_tokens_before_stop=(
                 message.num_tokens_before_stop

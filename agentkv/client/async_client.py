@@ -74,6 +74,7 @@ class AsyncClient:
         add_generation_prompt: bool = True,
         allow_special: bool = False,
         labels: Mapping[str, str] = NO_LABELS,
+        logprobs: bool = False,
         timeout: float | None = None,
     ) -> AsyncContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -85,6 +86,8 @@ class AsyncClient:
             add_generation_prompt: Whether to open the assistant's turn after the messages.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             labels: Labels to show in `info` and `list`.
+            logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
+                handle; cached tokens are run again for it.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
@@ -99,6 +102,7 @@ class AsyncClient:
             add_generation_prompt,
             allow_special,
             labels,
+            logprobs,
             timeout,
         )
         return AsyncContextHandle(self._driver, await self._driver.run(operation))

@@ -16,7 +16,7 @@ from agentkv.client.handle_base import HandleBase
 from agentkv.client.handle_state import HandleState
 from agentkv.client.leaving import not_hiding
 from agentkv.client.messages import NO_LABELS, Continuation, SamplingOptions
-from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released
+from agentkv.client.values import Choice, ContextInfo, ContinuationScore, Extension, Released
 
 
 class AsyncContextHandle(HandleBase):
@@ -179,6 +179,27 @@ class AsyncContextHandle(HandleBase):
             timeout: Seconds.
         """
         return await self._driver.run(self._state.score(continuations, allow_special, timeout))
+
+    async def choose(
+        self,
+        continuations: Sequence[Continuation],
+        *,
+        by_mean: bool = True,
+        allow_special: bool = False,
+        timeout: float | None = None,
+    ) -> Choice:
+        """Picks the most likely of some continuations; changes nothing.
+
+        Args:
+            continuations: Texts or lists of token ids, at least one, none empty.
+            by_mean: Whether to compare log-probabilities per token, which is fair to long ones;
+                else those of whole continuations.
+            allow_special: Whether text of special tokens becomes those tokens.
+            timeout: Seconds.
+        """
+        return await self._driver.run(
+            self._state.choose(continuations, by_mean, allow_special, timeout)
+        )
 
     async def read_tokens(self, start: int = 0, *, timeout: float | None = None) -> list[int]:
         """Reads the committed tokens in [start, length): what a cut stream did not deliver, too.

@@ -41,6 +41,15 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The most likely tokens at one position, most likely first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural logarithm of each one's probability, before every sampling option."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens committed to one branch since its last chunk, and the text they completed."""
 
@@ -51,6 +60,8 @@ class Chunk:
     """May be empty (half a character, a held-back stop) or longer than the tokens' own text."""
     logprobs: tuple[float, ...]
     """One per token when `logprobs` was asked for, else empty."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """One per token when `top_logprobs` was asked for, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,8 @@ class Completion:
     """Seed that replays it; None when decoding was greedy."""
     logprobs: tuple[float, ...] = ()
     """Natural logarithm of each token's probability when asked for, else empty."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens in each token's place when asked for, else empty."""
     stop: str | None = None
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None

@@ -37,6 +37,11 @@ class HandleBase:
         """Sums the tokens that calls on this handle ran, reused and made."""
         return self._state.usage
 
+    @property
+    def prompt_logprobs(self) -> tuple[float, ...]:
+        """Log-probabilities of the prompt's tokens but the first, when `create` asked for them."""
+        return self._state.prompt_logprobs
+
     def detach(self) -> Self:
         """Gives up ownership: neither a `with` nor closing the client releases the context.
 

@@ -12,7 +12,14 @@ from agentkv.client.messages import ChatTurn, Continuation
 from agentkv.client.operation import Call, Operation
 from agentkv.client.retry import Attempts
 from agentkv.client.session import Session
-from agentkv.client.values import ContextInfo, ContinuationScore, Extension, Released, Usage
+from agentkv.client.values import (
+    Choice,
+    ContextInfo,
+    ContinuationScore,
+    Extension,
+    Released,
+    Usage,
+)
 from agentkv.errors import ContextBusy, ContextMoved
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -32,6 +39,8 @@ class HandleState:
         self.length = info.length
         self.lineage = lineage
         self.usage = Usage()
+        self.prompt_logprobs: tuple[float, ...] = ()
+        """Of the prompt it was created from, when asked for."""
         self.is_unsettled = False
         """Whether a stream of this handle was closed early, so that the length is not known."""
 
@@ -144,6 +153,17 @@ class HandleState:
         self.count(self.session.see(reply))
         return [replies.score(item) for item in reply.scores]
 
+    def choose(
+        self,
+        continuations: Sequence[Continuation],
+        by_mean: bool,
+        allow_special: bool,
+        timeout: float | None,
+    ) -> Operation[Choice]:
+        """Scores continuations, and picks one."""
+        scores = yield from self.score(continuations, allow_special, timeout)
+        return Choice.among(scores, by_mean=by_mean)
+
     def release(self, recursive: bool, timeout: float | None) -> Operation[Released]:
         """Releases this context; nothing is sent when it has been released already."""
         if self.lineage.is_released and not recursive:
@@ -192,6 +212,7 @@ def create(
     add_generation_prompt: bool,
     allow_special: bool,
     labels: Mapping[str, str],
+    logprobs: bool,
     timeout: float | None,
 ) -> Operation[HandleState]:
     """Creates a context, once, however often the call is sent."""
@@ -204,12 +225,14 @@ def create(
         allow_special=allow_special,
         labels=labels,
         request_id=request_id,
+        logprobs=logprobs,
     )
     reply = yield from session.send("Create", request, session.attempts(timeout), request_id)
     usage = session.see(reply)
     lineage = session.lineage.adopt(reply.context.id)
     state = HandleState(session, replies.context(reply.context), lineage)
     state.count(usage)
+    state.prompt_logprobs = tuple(reply.logprobs)
     return state
 
 

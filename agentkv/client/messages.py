@@ -37,6 +37,16 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalize_prompt: bool
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of tokens, by token id."""
+    allowed_token_ids: Sequence[int]
+    banned_token_ids: Sequence[int]
+    min_tokens: int
     seed: int | None
     stop: str | Sequence[str]
     """One text, or several."""
@@ -45,6 +55,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: bool
     constraint: Constraint | None
     """What the text must match; None: nothing."""
+    top_logprobs: int
 
 
 def create(
@@ -56,6 +67,7 @@ def create(
     allow_special: bool,
     labels: Mapping[str, str],
     request_id: str,
+    logprobs: bool,
 ) -> pb.CreateRequest:
     """Builds a Create request from exactly one form of prompt."""
     _require_one(text=text, messages=messages, token_ids=token_ids)
@@ -66,6 +78,7 @@ def create(
             labels=labels,
             request_id=request_id,
             allow_special=allow_special,
+            logprobs=logprobs,
         )
         if text is not None:
             request.text = _checked_text(text)
@@ -174,21 +187,16 @@ def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     stop = options.get("stop", ())
     # A text is a sequence of texts as well, of one letter each, which nobody means.
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    given["stop_token_ids"] = tuple(options.get("stop_token_ids", ()))
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        given[name] = tuple(given.get(name, ()))
+    given["logit_bias"] = tuple(options.get("logit_bias", {}).items())
     params = SamplingParams(**given)
+    # What was not given is not sent: an older server may not know it.
+    sent = {name: getattr(params, name) for name in options}
+    if "logit_bias" in sent:
+        sent["logit_bias"] = dict(params.logit_bias)
     with _refusing_bad_values():
-        return pb.SamplingOptions(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-            stop=params.stop,
-            stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos,
-            logprobs=params.logprobs,
-        )
+        return pb.SamplingOptions(**sent)
 
 
 def _constraint(constraint: Constraint | None) -> pb.Constraint | None:

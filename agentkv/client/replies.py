@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason, ToolCall
+from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
 from agentkv.client.values import (
     ContextInfo,
@@ -89,7 +89,14 @@ def score(message: pb.ContinuationScore) -> ContinuationScore:
 
 def chunk(message: pb.Chunk) -> Chunk:
     """Reads tokens of one step."""
-    return Chunk(message.branch, tuple(message.token_ids), message.text, tuple(message.logprobs))
+    tops = message.top_logprobs
+    return Chunk(
+        message.branch,
+        tuple(message.token_ids),
+        message.text,
+        tuple(message.logprobs),
+        tuple(TopLogprobs(tuple(top.token_ids), tuple(top.logprobs)) for top in tops),
+    )
 
 
 def tool_call(message: pb.ToolCall) -> ToolCall:

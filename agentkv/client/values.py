@@ -3,7 +3,7 @@
 Fields are named as on the wire. This module knows no message and no connection.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -119,6 +119,27 @@ class ContinuationScore:
     def mean(self) -> float:
         """Log-probability per token: compares continuations of different lengths."""
         return self.total / len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of several continuations a model finds most likely."""
+
+    index: int
+    """Its place among those given; of equals the first."""
+    scores: tuple[ContinuationScore, ...]
+    """Of all, in the order given."""
+
+    @property
+    def score(self) -> ContinuationScore:
+        """The chosen one's."""
+        return self.scores[self.index]
+
+    @classmethod
+    def among(cls, scores: Sequence[ContinuationScore], *, by_mean: bool) -> "Choice":
+        """Chooses by log-probability per token, or of the whole; at least one score."""
+        values = [score.mean if by_mean else score.total for score in scores]
+        return cls(values.index(max(values)), tuple(scores))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentkv.core.matcher import AllowedTokens
+from agentkv.core.token_counter import TokenCounts
+from agentkv.core.token_rules import TokenRules
 from agentkv.sampling_params import SamplingParams
 
 NO_SLOT = -1
@@ -65,6 +67,13 @@ class Sample(NamedTuple):
     """Position the chosen token will have."""
     allowed: AllowedTokens | None = None
     """The tokens to choose from; None: all."""
+    rules: TokenRules | None = None
+    """What the request says of single tokens."""
+    masks: tuple[bytes, ...] = ()
+    """Further sets of tokens that may be chosen: bit i % 8 of byte i // 8 stands for token i. Of
+    at least as many bits as there are tokens; a token must be in all of them."""
+    counts: TokenCounts | None = None
+    """How often tokens occurred, for penalties; None counts none."""
 
 
 class Score(NamedTuple):
@@ -96,14 +105,25 @@ class Batch:
         return len(self.token_ids)
 
 
+class TopLogprobs(NamedTuple):
+    """The most likely tokens at one position, most likely first; of equals the lowest id first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class Sampled(NamedTuple):
     """One chosen token."""
 
     token: int
     logprob: float | None
-    """Natural logarithm, before temperature and filters; None when it was not asked for."""
+    """Natural logarithm, before every sampling option; None when it was not asked for."""
     failed: bool = False
     """The logits were not finite: no token was chosen, and the sequence must end."""
+    is_stuck: bool = False
+    """It failed because no token may be chosen."""
+    top: TopLogprobs | None = None
+    """The most likely tokens there, as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,16 @@ def _sample(tree: ContextTree, work: Work) -> Sample:
     assert request.params is not None
     head = tree.heads.get(tail) if work.last_row is None else None
     assert work.last_row is not None or head is not None
-    return Sample(work.last_row, head, request.params, request.stream, tail.end, request.matcher)
+    return Sample(
+        work.last_row,
+        head,
+        request.params,
+        request.stream,
+        tail.end,
+        allowed=request.matcher,
+        rules=request.rules_now,
+        counts=None if request.counter is None else request.counter.snapshot(),
+    )
 
 
 def _head(work: Work) -> int:

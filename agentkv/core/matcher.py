@@ -30,11 +30,6 @@ class Matcher(AllowedTokens, Protocol):
         ...
 
     @property
-    def is_dead_end(self) -> bool:
-        """Whether no token of the model continues the text, as far as `bits` has found."""
-        ...
-
-    @property
     def is_complete(self) -> bool:
         """Whether the text is whole and nothing may follow it."""
         ...

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
-from agentkv.core.batch import Stream
+from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.matcher import Matcher
+from agentkv.core.token_counter import TokenCounter
+from agentkv.core.token_rules import TokenRules
 from agentkv.core.views import Usage
 from agentkv.errors import AgentKVError
 from agentkv.sampling_params import SamplingParams
@@ -56,6 +58,12 @@ class Request:
     """Ids that end generation."""
     matcher: Matcher | None = None
     """Where its text is in the grammar that constrains it; None: any token may follow."""
+    rules: TokenRules | None = None
+    """What the request says of single tokens."""
+    early_rules: TokenRules | None = None
+    """The same before `params.min_tokens` are generated: no token ends it then."""
+    counter: TokenCounter | None = None
+    """Tokens that penalties count, all of them committed; None without penalties."""
     next_scored: int | None = None
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
@@ -78,6 +86,13 @@ class Request:
         return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
 
     @property
+    def rules_now(self) -> TokenRules | None:
+        """What holds for the next token."""
+        assert self.params is not None
+        is_early = self.generated_tokens < self.params.min_tokens
+        return self.early_rules if is_early else self.rules
+
+    @property
     def target(self) -> int:
         """Position up to which its path's tokens must be run."""
         return self.context.tail.end - (not self.is_continued)
@@ -98,5 +113,6 @@ class Event(NamedTuple):
     logprob: float | None = None
     finish: FinishReason | None = None
     error: AgentKVError | None = None
+    top: TopLogprobs | None = None
     forced: tuple[int, ...] = ()
     """Tokens committed after `token` because its constraint leaves no other."""

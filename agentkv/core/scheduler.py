@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
-from agentkv.core.batch import Batch, StepResult
+from agentkv.core.batch import Batch, Sampled, StepResult
 from agentkv.core.batch_builder import Work, build_batch
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context_store import ContextStore
@@ -107,8 +107,7 @@ class Scheduler:
         for work in step.works:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
-                token, logprob, failed = next(samples)
-                events.append(self._commit_sampled(work.request, token, logprob, failed))
+                events.append(self._commit_sampled(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
                 work.request.context.length = work.request.context.tail.end
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
@@ -140,15 +139,13 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_sampled(
-        self, request: Request, token: int, logprob: float | None, failed: bool
-    ) -> Event:
-        matcher = request.matcher
+    def _commit_sampled(self, request: Request, sampled: Sampled) -> Event:
+        matcher, token = request.matcher, sampled.token
         if matcher is not None and matcher.error is not None:
             return Event(request, finish=FinishReason.ERROR, error=matcher.error)
-        if matcher is not None and matcher.is_dead_end:
+        if matcher is not None and sampled.is_stuck:
             return Event(request, finish=FinishReason.DEAD_END)
-        if failed:
+        if sampled.failed:
             fault = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
@@ -158,8 +155,8 @@ class Scheduler:
         finish = self._commit(request, (token, *forced))
         error = None if matcher is None or finish is not None else matcher.error
         if error is not None:
-            return Event(request, token, logprob, FinishReason.ERROR, error, forced)
-        return Event(request, token, logprob, finish, forced=forced)
+            finish = FinishReason.ERROR
+        return Event(request, token, sampled.logprob, finish, error, sampled.top, forced)
 
     def _forced(self, request: Request, token: int) -> tuple[int, ...]:
         """Lists the tokens that must follow a chosen one, up to one that ends the generation."""
@@ -179,6 +176,9 @@ class Scheduler:
         context.tail = self._tree.append(context.tail, tokens, context.hold)
         context.length += len(tokens)
         request.generated_tokens += len(tokens)
+        if request.counter is not None:
+            for token in tokens:
+                request.counter.add(token)
         is_complete = matcher is not None and matcher.is_complete and matcher.error is None
         if tokens[-1] in request.end_token_ids or is_complete:
             return FinishReason.STOP

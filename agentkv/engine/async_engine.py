@@ -82,11 +82,17 @@ class AsyncEngine:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
             lambda: self._engine.create(
-                tenant, token_ids, pinned=pinned, labels=labels, request_id=request_id
+                tenant,
+                token_ids,
+                pinned=pinned,
+                labels=labels,
+                request_id=request_id,
+                logprobs=logprobs,
             )
         )
         return operation.answer

@@ -15,6 +15,7 @@ from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.reply_table import ReplyTable
+from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.core.views import ContextView, PoolView
@@ -70,7 +71,7 @@ class Engine:
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
         self._loop = StepLoop(self._scheduler, runner, self._store)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed)
+        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
         self._num_forks = 0
 
@@ -84,15 +85,18 @@ class Engine:
         pinned: bool = False,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
+
+        With `logprobs`, the answer has the log-probability of every token but the first.
 
         Raises:
             InvalidRequest: No token, a token id beyond the vocabulary, or too many tokens.
             PoolExhausted: The pool cannot hold it, the tenant has too many contexts, or too many
                 requests wait.
         """
-        body = (tuple(token_ids), pinned, tuple((labels or {}).items()))
+        body = (tuple(token_ids), pinned, tuple((labels or {}).items()), logprobs)
         known = self._replies.find(tenant, "Create", request_id, body, self._clock())
         if isinstance(known, Commit) and not known.has_failed:
             return known
@@ -102,7 +106,7 @@ class Engine:
         )
         operation = Commit(
             context,
-            [self._factory.completion(context)],
+            [self._factory.completion(context, with_logprobs=logprobs)],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -265,7 +269,7 @@ class Engine:
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
             length = parent.length if at is None else at
-            self._checks.generation(params, length=length)
+            self._checks.generation(params, self._factory.ends(params), length=length)
             self._checks.grammar(params, grammar, parent.region_at(length))
         children = self._fork(parent, count, at, labels or {})
         try:
@@ -426,21 +430,16 @@ class Engine:
         *,
         is_single: bool,
     ) -> Generation:
-        self._checks.generation(params, length=length)
+        self._checks.generation(params, self._factory.ends(params), length=length)
         self._checks.grammar(params, grammar, contexts[0].region)
         seed = self._factory.seed(params)
+        requests = self._factory.generations(contexts, params, seed)
         region = contexts[0].region
         if isinstance(grammar, Grammar):
             region = Region(grammar, length)
-        requests = [
-            self._factory.generation(
-                context,
-                params,
-                seed,
-                self._matcher(context, region, params) if region and grammar else None,
-            )
-            for context in contexts
-        ]
+        if grammar is not None and region is not None:
+            for request in requests:
+                request.matcher = self._matcher(request, region)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
@@ -457,12 +456,14 @@ class Engine:
             context.region = region
         return operation
 
-    def _matcher(self, context: Context, region: Region, params: SamplingParams) -> GrammarMatcher:
+    def _matcher(self, request: Request, region: Region) -> GrammarMatcher:
         """Makes the state of a grammar after what a context's region holds."""
-        assert isinstance(region.grammar, Grammar)
+        assert isinstance(region.grammar, Grammar) and request.params is not None
+        context = request.context
         history = tuple(self._tree.tokens(context.tail, region.start, context.length))
-        # One row of logits for each step: a run has no log-probabilities if it is not sampled.
-        return GrammarMatcher(region.grammar, history, jumps=not params.logprobs)
+        # A token that is not sampled has no log-probability, and is not kept from being chosen.
+        asks = request.params.logprobs or request.rules or request.early_rules
+        return GrammarMatcher(region.grammar, history, jumps=not asks)
 
     def _tool_calls(self, context: Context) -> Sequence[ToolCall]:
         """Finds the call that a context's region ends with, if it is of tools and does."""

@@ -61,7 +61,6 @@ class GrammarMatcher:
         self._forced: deque[int] = deque()
         self._row: Future[bytes] | None = None
         self._error: AgentKVError | None = None
-        self.is_dead_end = False
 
     @property
     def error(self) -> AgentKVError | None:
@@ -117,11 +116,9 @@ class GrammarMatcher:
             token = self._forced[0]
             row[token >> 3] |= 1 << (token & 7)
 
-    def close(self, row: bytes) -> None:
-        """Looks at the mask that was made."""
-        if self._has_failed():
-            return
-        self.is_dead_end = not any(row)
+    def close(self) -> None:
+        """Looks whether a mask could be made; it is empty otherwise."""
+        self._has_failed()
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -66,5 +66,5 @@ class MaskMaker:
             matchers[number].mask_alone(row)
             found[number] = bytes(row)
         for _, number in asked:
-            matchers[number].close(found[number])
+            matchers[number].close()
         return found

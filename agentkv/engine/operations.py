@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentkv.core.batch import TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.views import ContextView, PoolView, Usage
@@ -132,6 +133,7 @@ class _Branch:
     detokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     text: str = ""
 
 
@@ -178,9 +180,11 @@ class Generation(Operation):
                         tuple(branch.token_ids),
                         branch.text,
                         tuple(branch.logprobs),
+                        tuple(branch.top_logprobs),
                     )
                 )
                 branch.token_ids, branch.logprobs, branch.text = [], [], ""
+                branch.top_logprobs = []
         news = (*self._news, *self._finishes)
         self._news, self._finishes = [], []
         return news
@@ -204,6 +208,8 @@ class Generation(Operation):
                 break
         if event.logprob is not None:
             branch.logprobs.append(event.logprob)
+        if event.top is not None:
+            branch.top_logprobs.append(event.top)
         if event.finish is None:
             return
         if delta.stopped is None:

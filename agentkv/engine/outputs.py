@@ -5,6 +5,7 @@ A stream is `Branches` once and first, any number of `Chunk`s, and one `Finish` 
 
 from dataclasses import dataclass
 
+from agentkv.core.batch import TopLogprobs
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.engine.tool_format import ToolCall
@@ -28,6 +29,8 @@ class Chunk:
     """May be empty (half a character, a held-back stop) or longer than the tokens' own text."""
     logprobs: tuple[float, ...]
     """One per token when `logprobs` was asked for, else empty."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most likely tokens in each one's place when they were asked for, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Committed:
     usage: Usage
     pool: PoolView
     logprobs: tuple[float, ...] = ()
-    """Of each extended token given all before it, when asked for."""
+    """Of each given token given all before it, when asked for; nothing precedes the very first."""
 
 
 @dataclass(frozen=True, slots=True)

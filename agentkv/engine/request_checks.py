@@ -1,6 +1,6 @@
 """What a call may ask for, checked before anything changes. Lists nothing that depends on load."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from agentkv.config import LimitsConfig
 from agentkv.constraint import Continued
@@ -46,12 +46,17 @@ class RequestChecks:
             )
         self._in_vocabulary(token_ids, "token_ids")
 
-    def generation(self, params: SamplingParams, *, length: int) -> None:
+    def generation(self, params: SamplingParams, ends: frozenset[int], *, length: int) -> None:
         """Checks that one more token can be sampled after `length` others.
 
+        Args:
+            params: How it is sampled.
+            ends: Ids that end the generation.
+            length: Tokens before it.
+
         Raises:
-            InvalidRequest: There is nothing to sample after, no room for one more token, or a
-                stop token beyond the vocabulary.
+            InvalidRequest: There is nothing to sample after, no room for one more token, no token
+                that may be chosen, or an option names a token beyond the vocabulary.
         """
         longest = self._facts.max_length
         if length == 0:
@@ -66,7 +71,8 @@ class RequestChecks:
                 reason=Reason.CONTEXT_TOO_LONG,
                 metadata={"length": length, "max_length": longest},
             )
-        self._in_vocabulary(params.stop_token_ids, "stop_token_ids")
+        self._token_options(params)
+        self._leaves_a_token(params, ends)
 
     def grammar(
         self, params: SamplingParams, grammar: Grammar | Continued | None, region: Region | None
@@ -109,6 +115,37 @@ class RequestChecks:
         for token_ids in continuations:
             self.tokens(token_ids, length=length)
 
+    def _token_options(self, params: SamplingParams) -> None:
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token for token, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids,
+            "banned_token_ids": params.banned_token_ids,
+        }
+        violations = out_of_vocabulary(named, self._facts.vocab_size)
+        if violations:
+            listed = "; ".join(f"{field}: {what}" for field, what in violations.items())
+            raise InvalidRequest(
+                f"Sampling options name unknown tokens: {listed}.",
+                reason=Reason.TOKEN_OUT_OF_RANGE,
+                violations=violations,
+            )
+
+    def _leaves_a_token(self, params: SamplingParams, ends: frozenset[int]) -> None:
+        """Checks that some token may be chosen; before `min_tokens` none that ends it may."""
+        banned = set(params.banned_token_ids)
+        if params.min_tokens:
+            banned |= ends
+        allowed = set(params.allowed_token_ids)
+        # All of them are in the vocabulary, so that a number is enough.
+        is_wrong = allowed <= banned if allowed else len(banned) >= self._facts.vocab_size
+        if is_wrong:
+            field = "allowed_token_ids" if allowed else "banned_token_ids"
+            what = "leaves no token to choose"
+            if params.min_tokens:
+                what += " before min_tokens are generated"
+            raise InvalidRequest(f"{field} {what}.", violations={field: what})
+
     def _in_vocabulary(self, token_ids: Sequence[int], field: str) -> None:
         width = self._facts.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < width):
@@ -117,3 +154,12 @@ class RequestChecks:
                 reason=Reason.TOKEN_OUT_OF_RANGE,
                 violations={field: f"must be in [0, {width})"},
             )
+
+
+def out_of_vocabulary(named: Mapping[str, Iterable[int]], vocab_size: int) -> dict[str, str]:
+    """Finds the options that name a token beyond the vocabulary, and says what is wrong."""
+    return {
+        field: f"must each be below the vocabulary width {vocab_size}"
+        for field, token_ids in named.items()
+        if max(token_ids, default=0) >= vocab_size
+    }

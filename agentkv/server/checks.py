@@ -25,8 +25,9 @@ from agentkv.constraint import (
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
-from agentkv.sampling_params import MAX_STOPS, SamplingParams
+from agentkv.sampling_params import SamplingParams
 from agentkv.server.inputs import ChatInput, TextInput, TokenInput
+from agentkv.server.sampling_checks import check_sampling
 from agentkv.server.unknown_fields import unknown_fields
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -179,27 +180,10 @@ class Checks:
 
     def sampling(self, options: pb.SamplingOptions) -> SamplingParams:
         """Checks the sampling options."""
-        fits = [
-            self._require(
-                len(given) <= MAX_STOPS, f"sampling.{name}", f"takes at most {MAX_STOPS} entries"
-            )
-            for name, given in (("stop", options.stop), ("stop_token_ids", options.stop_token_ids))
-        ]
-        if not all(fits):
-            return SamplingParams()
-        width = self._model.vocab_size
-        self._require(
-            all(token < width for token in options.stop_token_ids),
-            "sampling.stop_token_ids",
-            f"must each be below the vocabulary width {width}",
-            Reason.TOKEN_OUT_OF_RANGE,
-        )
-        try:
-            return _sampling_params(options)
-        except InvalidRequest as error:
-            for field, what in error.violations.items():
-                self._add(f"sampling.{field}", what)
-            return SamplingParams()
+        checked = check_sampling(options, self._model.vocab_size)
+        for violation in checked.violations:
+            self._add(*violation)
+        return checked.params
 
     def constraint(
         self, request: pb.GenerateRequest | pb.GenerateBranchesRequest
@@ -326,18 +310,6 @@ class Checks:
 def max_characters(model: ModelFacts) -> int:
     """Says how long a text or a conversation may be, in characters, to be tokenised at all."""
     return model.max_length * MAX_CHARACTERS_PER_TOKEN
-
-
-def _sampling_params(options: pb.SamplingOptions) -> SamplingParams:
-    """Takes each option that was given; the others keep their defaults."""
-    given = {field.name: value for field, value in options.ListFields() if field.has_presence}
-    return SamplingParams(
-        stop=tuple(options.stop),
-        stop_token_ids=tuple(options.stop_token_ids),
-        ignore_eos=options.ignore_eos,
-        logprobs=options.logprobs,
-        **given,
-    )
 
 
 def _constraint(message: pb.Constraint) -> Constraint | None:

@@ -97,7 +97,10 @@ def score(value: ContinuationScore) -> pb.ContinuationScore:
 def created(value: Committed) -> pb.CreateResponse:
     """Translates the answer of Create."""
     return pb.CreateResponse(
-        context=context(value.context), usage=usage(value.usage), pool=pool(value.pool)
+        context=context(value.context),
+        usage=usage(value.usage),
+        pool=pool(value.pool),
+        logprobs=value.logprobs,
     )
 
 
@@ -134,6 +137,12 @@ def branch_error(error: AgentKVError) -> pb.BranchError:
     return pb.BranchError(reason=error.reason or "", message=error.message, metadata=error.metadata)
 
 
+def add_top_logprobs(message: pb.Chunk, value: Chunk) -> None:
+    """Adds the most likely tokens in the place of each token, where they were asked for."""
+    for top in value.top_logprobs:
+        message.top_logprobs.add(token_ids=top.token_ids, logprobs=top.logprobs)
+
+
 def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
     """Translates one step of Generate: what it committed, and the end if it came."""
     message = pb.GenerateResponse()
@@ -144,6 +153,7 @@ def generated(updates: Sequence[Update]) -> pb.GenerateResponse:
                 message.chunk.token_ids.extend(update.token_ids)
                 message.chunk.logprobs.extend(update.logprobs)
                 message.chunk.text += update.text
+                add_top_logprobs(message.chunk, update)
             case Finish():
                 message.finish.CopyFrom(finish(update))
             case Branches():
@@ -165,6 +175,7 @@ def branches_generated(updates: Sequence[Update]) -> pb.GenerateBranchesResponse
                 chunk.text = update.text
                 if update.logprobs:
                     chunk.logprobs.extend(update.logprobs)
+                    add_top_logprobs(chunk, update)
             case Finish():
                 message.finishes.append(finish(update))
             case Branches():

@@ -111,6 +111,7 @@ class ServedEngine(Protocol):
         *,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...

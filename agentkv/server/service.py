@@ -41,7 +41,11 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks.finish()
         token_ids = await encode_prompt(self._engine.tokenizer, prompt, checks)
         committed = await self._engine.create(
-            tenant_of(rpc), token_ids, labels=labels, request_id=request_id
+            tenant_of(rpc),
+            token_ids,
+            labels=labels,
+            request_id=request_id,
+            logprobs=request.logprobs,
         )
         return convert.created(committed)
 

@@ -336,6 +336,9 @@ def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb
         token_ids=[token],
         text=chr(token),
         logprobs=[-0.25] if sampling.logprobs else [],
+        top_logprobs=[pb.TopLogprobs(token_ids=[token], logprobs=[-0.25])]
+        if sampling.top_logprobs
+        else [],
     )
 
 

@@ -52,6 +52,16 @@ def test_options_reach_the_server(client: Client, service: FakeService) -> None:
         stop_token_ids=[5, 6],
         ignore_eos=True,
         logprobs=True,
+        typical_p=0.8,
+        repetition_penalty=1.25,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        penalize_prompt=True,
+        logit_bias={7: 1.5, 3: -2.0},
+        allowed_token_ids=[1, 2],
+        banned_token_ids=[3],
+        min_tokens=1,
+        top_logprobs=2,
     )
     sampling = service.requests("Generate")[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (1, 0.5, 3)
@@ -59,6 +69,11 @@ def test_options_reach_the_server(client: Client, service: FakeService) -> None:
     assert list(sampling.stop) == ["END"]
     assert list(sampling.stop_token_ids) == [5, 6]
     assert (sampling.ignore_eos, sampling.logprobs) == (True, True)
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.8, 1.25)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert (sampling.penalize_prompt, dict(sampling.logit_bias)) == (True, {7: 1.5, 3: -2.0})
+    assert (list(sampling.allowed_token_ids), list(sampling.banned_token_ids)) == ([1, 2], [3])
+    assert (sampling.min_tokens, sampling.top_logprobs) == (1, 2)
 
 
 def test_options_not_given_are_not_sent(client: Client, service: FakeService) -> None:

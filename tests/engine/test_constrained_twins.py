@@ -6,7 +6,9 @@ from constrained_twins import ConstrainedTwins
 
 @pytest.mark.slow
 def test_random_schemas_parse_and_branches_equal_their_unforked_twins() -> None:
-    """Catches text that does not fit its schema, and any state of a grammar that a fork loses,
-    shares or brings to the wrong place. `make constraints` runs ten thousand."""
+    """Catches text that does not fit, and state that a fork loses, shares or misplaces.
+
+    `make constraints` runs ten thousand.
+    """
     counts = ConstrainedTwins().run(range(300))
     assert counts.num_branches > 300

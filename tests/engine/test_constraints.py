@@ -48,9 +48,11 @@ class Constrained:
         self.engine.run(self.engine.extend(TENANT, context_id, ids))
 
     def start(self, context_id: str, constraint: Constraint | None, **options: Any) -> Generation:
-        grammar = constraint
-        if constraint is not None and not isinstance(constraint, Continued):
-            grammar = self.engine.grammars.compile(constraint)
+        grammar = (
+            constraint
+            if constraint is None or isinstance(constraint, Continued)
+            else self.engine.grammars.compile(constraint)
+        )
         params = SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 100, **options})
         return self.engine.generate(TENANT, context_id, params, grammar=grammar)
 
@@ -113,8 +115,7 @@ def test_tokens_that_leave_no_choice_come_in_one_step() -> None:
 
 
 def test_log_probabilities_do_not_change_what_is_written() -> None:
-    """Catches a run that is split otherwise when its tokens are committed one by one, and a
-    log-probability of the masked distribution instead of the model's own."""
+    """Catches a run that is split otherwise token by token, and log-probabilities under a mask."""
     bench = Constrained()
     jumped = bench.generate(bench.create(), PERSON)
     context_id = bench.create()
@@ -124,9 +125,7 @@ def test_log_probabilities_do_not_change_what_is_written() -> None:
     logprobs = [
         value for update in scored if isinstance(update, Chunk) for value in update.logprobs
     ]
-    plain = bench.engine.run(
-        bench.engine.score(TENANT, bench.create(), [tokens])
-    ).answer.scores[0]
+    plain = bench.engine.run(bench.engine.score(TENANT, bench.create(), [tokens])).answer.scores[0]
     assert logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
@@ -260,17 +259,15 @@ def test_a_matcher_over_its_limits_ends_its_own_stream_alone() -> None:
     assert text_of(updates) == text_of(bench.generate(bench.create("a"), PERSON))
 
 
-def test_a_text_that_no_token_continues_is_a_dead_end() -> None:
-    """Catches a dead end that is answered with a token of the whole vocabulary, or an error."""
+@pytest.mark.parametrize("where", [0, 4])
+def test_a_text_that_no_token_continues_is_a_dead_end(where: int) -> None:
+    """Catches a dead end answered with an error or a forbidden token, in a forced run as well."""
     bench = Constrained()
-    operation = bench.start(bench.create("a"), Regex("[a-z]{40}"))
-    bench.engine.step()
-    matcher = operation.requests[0].matcher
-    assert isinstance(matcher, GrammarMatcher)
-    matcher.close = lambda row: setattr(matcher, "is_dead_end", True)  # type: ignore[method-assign]  # no tokenizer of bytes has one
-    finish = finish_of(bench.finish(operation))
+    (letter,) = bench.engine.tokenizer.encode("abcde"[where])
+    updates = bench.generate(bench.create(), Regex("abcde"), banned_token_ids=(letter,))
+    finish = finish_of(updates)
     assert finish.reason is FinishReason.DEAD_END and finish.error is None
-    assert finish.usage.generated_tokens == 1
+    assert text_of(updates) == "abcde"[:where] and finish.usage.generated_tokens == where
 
 
 def test_a_constraint_contradicts_ignore_eos() -> None:

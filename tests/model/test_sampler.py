@@ -11,13 +11,21 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from agentkv.core.batch import Sample, Sampled, Stream
-from agentkv.model.sampler import Sampler, filtered_weights
+from agentkv.core.token_counter import TokenCounter
+from agentkv.core.token_rules import TokenRules, mask_of
+from agentkv.model.draw import draw_tokens, invert
+from agentkv.model.filters import filtered_weights
+from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
 VOCAB_SIZE = 211
@@ -176,7 +184,11 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 1e-9},
     {"min_p": 0.02},
     {"min_p": 1.0},
+    {"typical_p": 0.6},
+    {"typical_p": 1e-9},
+    {"typical_p": 0.99, "temperature": 2.0},
     {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.8},
 ]
 
 
@@ -192,6 +204,8 @@ def test_the_filtered_distribution_is_that_of_transformers(options: dict[str, An
         warpers.append(TopPLogitsWarper(chosen.top_p))
     if chosen.min_p is not None:
         warpers.append(MinPLogitsWarper(chosen.min_p))
+    if chosen.typical_p is not None:
+        warpers.append(TypicalLogitsWarper(chosen.typical_p))
     no_ids: Any = None
     expected = LogitsProcessorList(warpers)(no_ids, logits.double()).softmax(dim=-1)
     scores = logits.double()
@@ -219,26 +233,153 @@ def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
     assert (weights[0] > 0).tolist() == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.7}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.05}]
-)
+WIDE = [
+    {"top_p": 0.9},
+    {"top_p": 0.9, "temperature": 0.2},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.2},
+    {"min_p": 1e-7},
+    {"top_k": 1000, "top_p": 0.5},
+    {"top_k": 40, "typical_p": 0.7},
+    {"top_p": 0.8, "min_p": 0.05, "typical_p": 0.9, "temperature": 1.3},
+    {},
+]
+
+
+@pytest.mark.slow
+def test_candidates_give_the_token_that_the_whole_row_gives() -> None:
+    """Catches a nucleus that is cut off at the candidates, and a total without its tail."""
+    vocab_size = 30_011
+    chosen = [params(**options) for options in WIDE for _ in range(2)]
+    logits = random_logits(len(chosen), vocab_size=vocab_size)
+    logits[1] = logits[1].round()  # many equals, at every edge
+    cooled = (logits.double() - logits.amax(dim=-1, keepdim=True).double()) / torch.tensor(
+        [[each.temperature] for each in chosen], dtype=torch.float64
+    )
+    weights = filtered_weights(cooled, chosen)
+    for step in range(40):
+        numbers = torch.rand(len(chosen), generator=torch.Generator().manual_seed(step)).double()
+        assert draw_tokens(logits, chosen, numbers).tolist() == invert(weights, numbers).tolist()
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 65, 300])
+def test_inversion_finds_the_token_of_each_number(width: int) -> None:
+    """Catches a token of no weight that is drawn, and an edge that belongs to the wrong token."""
+    weights = torch.arange(width, dtype=torch.float64)[None] % 3
+    weights[0, -1] = 2.0
+    total = int(weights.sum())
+    numbers = torch.arange(total, dtype=torch.float64) / total + 1e-9
+    found = invert(weights.expand(total, -1), numbers)
+    expected = torch.repeat_interleave(torch.arange(width), weights[0].long())
+    assert torch.equal(found, expected)
+
+
+ALONE_AND_TOGETHER: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.7},
+    {"top_k": 6},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"typical_p": 0.7},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 0.7},
+    {"logit_bias": ((2, 2.0), (9, -1.0))},
+    {"allowed_token_ids": (1, 4, 5, 11)},
+    {"banned_token_ids": (3, 12)},
+    {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.95,
+     "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1,
+     "logit_bias": ((0, 1.0),), "banned_token_ids": (7,)},
+]  # fmt: skip
+SEEN = [0, 1, 1, 4, 9]
+
+
+def by_transformers(chosen: SamplingParams, logits: Tensor) -> Tensor:
+    """The distribution that transformers' processors leave, (vocab_size,)."""
+    steps: list[Any] = []
+    if chosen.logit_bias:
+        biases: Any = [[[token], bias] for token, bias in chosen.logit_bias]
+        steps.append(SequenceBiasLogitsProcessor(biases))
+    steps.append(RepetitionPenaltyLogitsProcessor(chosen.repetition_penalty))
+    counts = torch.bincount(torch.tensor(SEEN), minlength=logits.shape[1])
+    steps.append(lambda _, scores: scores - chosen.frequency_penalty * counts
+                 - chosen.presence_penalty * (counts > 0))  # fmt: skip
+    if chosen.banned_token_ids:
+        steps.append(SuppressTokensLogitsProcessor(list(chosen.banned_token_ids), device="cpu"))
+    if chosen.allowed_token_ids:
+        others = sorted(set(range(logits.shape[1])).difference(chosen.allowed_token_ids))
+        steps.append(SuppressTokensLogitsProcessor(others, device="cpu"))
+    steps.append(TemperatureLogitsWarper(chosen.temperature))
+    for value, warper in (
+        (chosen.top_k, TopKLogitsWarper),
+        (chosen.top_p, TopPLogitsWarper),
+        (chosen.min_p, MinPLogitsWarper),
+        (chosen.typical_p, TypicalLogitsWarper),
+    ):
+        if value is not None:
+            steps.append(warper(value))
+    ids, scores = torch.tensor([SEEN]), logits.clone()
+    for step in steps:
+        scores = step(ids, scores)
+    return scores[0].double().softmax(dim=-1)
+
+
+@pytest.mark.parametrize("options", ALONE_AND_TOGETHER)
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    """Catches a biased inversion: chi-square of 20 000 draws, p > 1e-4."""
+    """Catches a biased inversion, or an option left out: chi-square of 20 000 draws, p > 1e-4."""
     chosen = params(**options)
     logits = random_logits(1, vocab_size=13)
-    scores = logits.double()
-    weights = filtered_weights((scores - scores.max()) / chosen.temperature, [chosen])[0]
-    expected = (20_000 * weights.double() / weights.sum()).numpy()
-    samples = [sample_of(chosen, ordinal=o % 100, at=o // 100) for o in range(20_000)]
+    expected = (20_000 * by_transformers(chosen, logits)).numpy()
+    rules = TokenRules.of(chosen, 13)
+    counts = TokenCounter(SEEN).snapshot() if chosen.has_penalties else None
+    samples = [
+        sample_of(chosen, ordinal=o % 100, at=o // 100)._replace(rules=rules, counts=counts)
+        for o in range(20_000)
+    ]
     drawn = tokens_of(SAMPLER.sample(logits.expand(20_000, -1), samples))
-    counts = np.bincount(drawn, minlength=13)
-    assert counts[expected == 0].sum() == 0
+    counts_drawn = np.bincount(drawn, minlength=13)
+    assert counts_drawn[expected == 0].sum() == 0
     common = expected >= 5  # rarer ones are put together
-    observed = np.append(counts[common], counts[~common].sum())
+    observed = np.append(counts_drawn[common], counts_drawn[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())
     keep = wanted > 0
     statistic = ((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum()
     assert statistic < 40.0  # 12 degrees of freedom at most: p = 7e-5
+
+
+def test_nothing_left_to_choose_fails_alone() -> None:
+    """Catches a token drawn that a mask rules out, when masks together allow none."""
+    options = params(top_p=0.9)
+    banned = TokenRules.of(params(allowed_token_ids=(4,)), VOCAB_SIZE)
+    dead = sample_of(options)._replace(rules=banned, masks=(mask_of([5], VOCAB_SIZE),))
+    logits = random_logits(2)
+    found = SAMPLER.sample(logits, [dead, sample_of(options)])
+    assert found[0] == Sampled(-1, None, failed=True, is_stuck=True)
+    assert found[1:] == SAMPLER.sample(logits[1:], [sample_of(options)])
+
+
+def test_the_most_likely_tokens_are_listed_from_the_raw_logits() -> None:
+    """Catches a list after filters, in another order, or of another row."""
+    logits = random_logits(4)
+    logits[2, [9, 3, 50]] = 30.0
+    sizes = (3, 0, 2, 64)
+    options = [
+        params(logprobs=True, top_logprobs=size, temperature=0.1, top_k=2, banned_token_ids=(9,))
+        for size in sizes
+    ]
+    rules = TokenRules.of(options[0], VOCAB_SIZE)
+    found = SAMPLER.sample(logits, [sample_of(each)._replace(rules=rules) for each in options])
+    expected = logits.double().log_softmax(dim=-1)
+    for row, (each, size) in enumerate(zip(found, sizes, strict=True)):
+        assert each.token != 9
+        if not size:
+            assert each.top is None
+            continue
+        assert each.top is not None
+        order = np.argsort(-logits[row].numpy(), kind="stable")[:size]
+        assert list(each.top.token_ids) == order.tolist()
+        values = expected[row, torch.tensor(order)]
+        assert each.top.logprobs == pytest.approx(values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("bad", [[math.nan], [math.inf], [-math.inf] * VOCAB_SIZE])
@@ -272,7 +413,7 @@ def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype) -> None:
     expected = logits.double().log_softmax(dim=-1)
     for row, each in enumerate(found):
         if options[row].logprobs:
-            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-12)
+            assert each.logprob == pytest.approx(float(expected[row, each.token]), abs=1e-5)
         else:
             assert each.logprob is None
 

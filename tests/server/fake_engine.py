@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from agentkv.config import LimitsConfig
 from agentkv.constraint import Constraint, Continued
+from agentkv.core.batch import TopLogprobs
 from agentkv.core.context_store import ContextPage
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
@@ -206,10 +207,16 @@ class FakeEngine:
         *,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
+        logprobs: bool = False,
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
-        return Committed(context.view(), Usage(computed_tokens=len(token_ids)), POOL)
+        return Committed(
+            context.view(),
+            Usage(computed_tokens=len(token_ids)),
+            POOL,
+            tuple(-0.25 for _ in token_ids[1:]) if logprobs else (),
+        )
 
     async def fork(
         self,
@@ -418,7 +425,10 @@ class FakeEngine:
                 token = (sum(context.tokens) + branch) % VOCAB_SIZE
                 context.tokens.append(token)
                 logprobs = (-1.5,) if params.logprobs else ()
-                updates.append(Chunk(branch, (token,), self.chunk_text, logprobs))
+                size = params.top_logprobs
+                top = TopLogprobs(tuple(range(size)), tuple(-float(rank) for rank in range(size)))
+                tops = (top,) if size else ()
+                updates.append(Chunk(branch, (token,), self.chunk_text, logprobs, tops))
                 if is_last:
                     updates.append(self._finish(branch, len(contexts), context, params))
             return tuple(updates)
