@@ -121,7 +121,7 @@ class Sampled(NamedTuple):
     failed: bool = False
     """The logits were not finite: no token was chosen, and the sequence must end."""
     is_stuck: bool = False
-    """It failed because no token may be chosen."""
+    """It failed because no token may be chosen: each one's logit is -inf."""
     top: TopLogprobs | None = None
     """The most likely tokens there, as many as were asked for."""
 

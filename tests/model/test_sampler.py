@@ -391,7 +391,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: list[float], temperature: flo
     expected = SAMPLER.sample(logits, samples)
     logits[1, : len(bad)] = torch.tensor(bad)
     found = SAMPLER.sample(logits, samples)
-    assert found[1] == Sampled(-1, None, failed=True)
+    assert found[1] == Sampled(-1, None, failed=True, is_stuck=set(bad) == {-torch.inf})
     assert [found[0], found[2]] == [expected[0], expected[2]]
 
 
