@@ -5,6 +5,7 @@ engine, keeps each context's tokens as a plain list, and compares every token an
 that the engine gives with the plain model's.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,10 @@ from tiny_models import build_tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentkv.client.completion import TopLogprobs as ClientTopLogprobs
+from agentkv.core.batch import TopLogprobs
+from agentkv.core.request import Request
+from agentkv.core.token_counter import TokenCounter
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import Branches, Chunk, Finish, Update
 from agentkv.errors import NotFound, PoolExhausted, Reason
@@ -58,6 +63,24 @@ class PlainModel:
         assert len(tokens) == len(logprobs)
         self._check(before, tokens, logprobs, is_greedy=True)
 
+    def check_top(
+        self,
+        before: Sequence[int],
+        tokens: Sequence[int],
+        tops: Sequence[TopLogprobs | ClientTopLogprobs],
+    ) -> None:
+        """Compares the most likely tokens in each token's place with the likeliest ones."""
+        assert len(tokens) == len(tops)
+        if not tokens:
+            return
+        expected = self.logits([*before, *tokens])[len(before) - 1 : -1].log_softmax(dim=-1)
+        for row, top in zip(expected, tops, strict=True):
+            values = torch.tensor(top.logprobs)
+            best = row.topk(len(top.logprobs)).values
+            torch.testing.assert_close(values, best, rtol=0, atol=TOLERANCE)
+            picked = row[list(top.token_ids)]
+            torch.testing.assert_close(values, picked, rtol=0, atol=TOLERANCE)
+
     def _check(
         self,
         before: Sequence[int],
@@ -82,6 +105,8 @@ class PlainModel:
             )
 
 
+TOP_LOGPROBS = 3
+"""Most likely tokens that every generation here reports."""
 MOST_STEPS = 2000
 """Steps that any program of these tests ends in."""
 
@@ -94,6 +119,7 @@ class _Branch:
     before: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -105,6 +131,12 @@ class _Pending:
     given: list[list[int]]
     branches: list[_Branch] = field(default_factory=list)
     is_greedy: bool = True
+
+
+def _reporting(max_tokens: int, options: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, logprobs=True, top_logprobs=TOP_LOGPROBS, **options
+    )
 
 
 class TwinBench:
@@ -138,9 +170,9 @@ class TwinBench:
 
     # -- verbs -------------------------------------------------------------------------------
 
-    def create(self, tokens: Sequence[int]) -> Commit:
+    def create(self, tokens: Sequence[int], *, logprobs: bool = False) -> Commit:
         """Begins to create a context."""
-        operation = self.engine.create(TENANT, tokens)
+        operation = self.engine.create(TENANT, tokens, logprobs=logprobs)
         self._begin(operation, _Pending(None, [], [list(tokens)]))
         return operation
 
@@ -164,7 +196,7 @@ class TwinBench:
 
     def generate(self, context_id: str, max_tokens: int, **options: Any) -> Generation:
         """Begins to generate on an idle context, greedily unless the options say otherwise."""
-        params = SamplingParams(max_tokens=max_tokens, logprobs=True, **options)
+        params = _reporting(max_tokens, options)
         operation = self.engine.generate(TENANT, context_id, params)
         branch = _Branch(context_id, list(self.tokens[context_id]))
         self._begin(operation, _Pending(None, [], [], [branch], params.is_greedy))
@@ -174,7 +206,7 @@ class TwinBench:
         self, parent: str, count: int, max_tokens: int, *, at: int | None = None, **options: Any
     ) -> Generation:
         """Begins to generate on new branches of a context."""
-        params = SamplingParams(max_tokens=max_tokens, logprobs=True, **options)
+        params = _reporting(max_tokens, options)
         operation = self.engine.generate_branches(TENANT, parent, count, params, at=at)
         before = self.tokens[parent][:at]
         self._begin(operation, _Pending(None, before, [], is_greedy=params.is_greedy))
@@ -227,6 +259,10 @@ class TwinBench:
         self.made.poison_free()
         for context_id, tokens in self.tokens.items():
             assert self.made.tokens(TENANT, context_id) == tokens, f"{context_id} lost its tokens"
+        for operation in self._pending:
+            for request in operation.requests:
+                if request.counter is not None:
+                    self._audit_counter(request, request.counter)
 
     def check_leaves(self, continuation: Sequence[int]) -> None:
         """Compares every context once more: the whole distribution at its head, and what follows.
@@ -257,6 +293,17 @@ class TwinBench:
         assert (view.num_contexts, view.num_running, view.num_waiting) == (0, 0, 0)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _audit_counter(self, request: Request, counter: TokenCounter) -> None:
+        """Checks that counts are those of committed tokens, whatever happened on the way."""
+        assert request.params is not None
+        tokens = self.tokens.get(request.context.id)
+        if tokens is None or len(tokens) != request.context.length:
+            return  # released, or its news are yet to be read
+        first = 0 if request.params.penalize_prompt else len(tokens) - request.generated_tokens
+        snapshot = counter.snapshot()
+        counted = dict(zip(snapshot.token_ids, snapshot.counts, strict=True))
+        assert counted == Counter(tokens[first:]), "penalties count other tokens than committed"
 
     def _begin(self, operation: Operation, pending: _Pending) -> None:
         self._pending[operation] = pending
@@ -293,6 +340,7 @@ class TwinBench:
                     branch = pending.branches[update.branch]
                     branch.tokens += update.token_ids
                     branch.logprobs += update.logprobs
+                    branch.tops += update.top_logprobs
                     if update.token_ids:  # a released context only has text left to say
                         self.tokens[branch.context_id] += update.token_ids
                 case Finish():
@@ -312,6 +360,7 @@ class TwinBench:
         check = self.plain.check_greedy if pending.is_greedy else self.plain.check_logprobs
         for branch in pending.branches:
             check(branch.before, branch.tokens, branch.logprobs)
+            self.plain.check_top(branch.before, branch.tokens, branch.tops)
 
     def _check_head(self, context_id: str) -> None:
         head = self.made.head(TENANT, context_id)

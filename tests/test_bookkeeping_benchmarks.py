@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import fork, waste
+from benchmarks import fork, sampling, waste
+from benchmarks.hollow_runner import HollowRunner, hollow_engine
 
 FIELDS = {"workload", "engine", "metric", "unit", "median", "min", "max"}
 
@@ -33,3 +35,12 @@ def test_a_fork_takes_no_block_and_copies_nothing() -> None:
     report = fork.measure(fork.QUICK)
     counted = {target.name: target.value for target in report.targets}
     assert (counted["blocks taken"], counted["bytes copied"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_each_sampling_option_is_timed() -> None:
+    """Catches an option that the sampler takes no more, or a report without its targets."""
+    engine = hollow_engine(HollowRunner(), num_blocks=256, max_length=1024)
+    report = sampling.measure(engine, torch.randn(16, 32_768), sampling.QUICK)
+    assert [result.metric for result in report.results] == ["greedy step", *sampling.OPTIONS]
+    assert len(report.targets) == 1

@@ -192,7 +192,7 @@ def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given["logit_bias"] = tuple(options.get("logit_bias", {}).items())
     params = SamplingParams(**given)
     # What was not given is not sent: an older server may not know it.
-    sent = {name: getattr(params, name) for name in options}
+    sent = {name: getattr(params, name) for name in options if name != "constraint"}
     if "logit_bias" in sent:
         sent["logit_bias"] = dict(params.logit_bias)
     with _refusing_bad_values():

@@ -30,16 +30,19 @@ class Candidates(NamedTuple):
     """(num_rows,), float32: every token with a score above -inf and at least this is there."""
 
 
-def candidates(scores: Tensor, counts: Sequence[int]) -> Candidates:
+def candidates(scores: Tensor, counts: Sequence[int], floors: Tensor | None = None) -> Candidates:
     """Selects at least each row's `counts` most likely tokens: all whose score reaches some bound.
 
     Args:
         scores: (num_rows, vocab_size), float32, on a CPU; a row with NaN gives anything.
         counts: At least 1 for each row; a row that has fewer tokens above -inf gives those.
+        floors: (num_rows, 1), float32: tokens below are left out even so. None: no floors.
     """
     vocab_size = scores.shape[1]
     array = scores.numpy()
     least = _bound(scores, [min(count, vocab_size) for count in counts]).clamp_(min=_LOWEST)
+    if floors is not None:
+        least = torch.maximum(least, floors)
     found = np.flatnonzero(array >= least.numpy())
     rows, token_ids = np.divmod(found, vocab_size)
     sizes = np.bincount(rows, minlength=len(counts))

@@ -8,6 +8,7 @@ leave; the token is the one that the whole row would give. It knows no batch and
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from agentkv.model.candidates import candidates
 from agentkv.model.filters import filtered_weights, weigh, weight_unit
+from agentkv.model.row_chunks import row_chunks
 from agentkv.model.upload import upload
 from agentkv.sampling_params import SamplingParams
 
@@ -22,6 +24,8 @@ NUM_CANDIDATES = (1024, 8192)
 """Candidates of a row that does not say how many tokens stay, and how many if those do not do."""
 MAX_TOP_K = NUM_CANDIDATES[-1]
 """A row that keeps more tokens than this is drawn as a whole."""
+_MARGIN = 1.001
+"""How much further down than min-p candidates reach: float32 and float64 round differently."""
 _BLOCK = 64
 """Tokens summed up at once: one of the sums is chosen, then one of its tokens."""
 
@@ -46,9 +50,9 @@ def draw_tokens(scores: Tensor, params: Sequence[SamplingParams], numbers: Tenso
         chosen, is_exact = _draw_narrow(*_select(scores, params, numbers, narrow), num_candidates)
         tokens[narrow] = chosen
         wide = sorted(set(wide).difference(itertools.compress(narrow, is_exact)))
-    if wide:
-        index = upload(wide, torch.int64, scores.device)
-        tokens[index] = _draw_wide(*_select(scores, params, numbers, wide))
+    for rows in row_chunks(wide, scores):
+        index = upload(rows, torch.int64, scores.device)
+        tokens[index] = _draw_wide(*_select(scores, params, numbers, rows))
     return tokens
 
 
@@ -78,8 +82,9 @@ def _draw_narrow(
 ) -> tuple[Tensor, list[bool]]:
     """Draws from candidates; says for each row whether they hold all that its filters leave."""
     vocab_size = scores.shape[1]
-    found = candidates(scores, [each.top_k or num_candidates for each in params])
-    greatest = found.scores.amax(dim=-1, keepdim=True)
+    greatest = scores.amax(dim=-1, keepdim=True)
+    counts = [each.top_k or num_candidates for each in params]
+    found = candidates(scores, counts, _floors(greatest, params))
     totals = _totals(scores, greatest, params)
     weights = weigh(_cooled(found.scores, greatest, params), vocab_size)
     held = weights.sum(dim=-1)
@@ -101,11 +106,26 @@ def _totals(scores: Tensor, greatest: Tensor, params: Sequence[SamplingParams]) 
     rows = [
         row for row, each in enumerate(params) if each.top_k is None and (each.top_p or 1.0) < 1.0
     ]
-    if rows:
-        some, picked, _ = _select(scores, params, totals, rows)
-        cooled = _cooled(some, greatest[rows], picked)
-        totals[rows] = weigh(cooled, scores.shape[1]).sum(dim=-1, keepdim=True)
+    for part in row_chunks(rows, scores):
+        some, picked, _ = _select(scores, params, totals, part)
+        cooled = _cooled(some, greatest[part], picked)
+        totals[part] = weigh(cooled, scores.shape[1]).sum(dim=-1, keepdim=True)
     return totals
+
+
+def _floors(greatest: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Finds scores, (num_rows, 1), below which min-p drops every token, with some margin.
+
+    Where top-k comes first, or there is no min-p, that is -inf.
+    """
+    logs = [
+        math.log(each.min_p) * each.temperature if each.min_p and each.top_k is None else -math.inf
+        for each in params
+    ]
+    floors = (
+        greatest.double() + torch.tensor(logs, dtype=torch.float64)[:, None] * _MARGIN - _MARGIN
+    )
+    return floors.float()
 
 
 def _cooled(scores: Tensor, greatest: Tensor, params: Sequence[SamplingParams]) -> Tensor:

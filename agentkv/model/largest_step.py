@@ -1,22 +1,32 @@
 """The step that takes the most memory: what a pool must leave room for.
 
-Every row is computed, sampled with every filter, and scored. It is run once at start, on a small
+Every row is computed, sampled with every option, and scored. It is run once at start, on a small
 pool of its own.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from agentkv.core.batch import Batch, Sample, Score, Stream
+from agentkv.core.token_rules import mask_of
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner, TokenSampler
 from agentkv.model.model_shape import ModelShape
-from agentkv.sampling_params import SamplingParams
+from agentkv.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
-_FILTERED = SamplingParams(temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, logprobs=True)
+_FILTERED = SamplingParams(
+    temperature=1.0,
+    top_k=64,
+    top_p=0.9,
+    min_p=0.01,
+    typical_p=0.9,
+    logprobs=True,
+    top_logprobs=MAX_TOP_LOGPROBS,
+)
 
 
 class StepSize(NamedTuple):
@@ -50,6 +60,8 @@ def run_largest_step(
         batch_invariant: As for `ModelRunner`.
     """
     batch = largest_batch(size)
+    masks = (mask_of(range(shape.vocab_size), shape.vocab_size),)  # edits work on a copy of logits
+    batch = replace(batch, samples=tuple(each._replace(masks=masks) for each in batch.samples))
     num_blocks = sum(len(run.block_ids) for run in batch.runs)
     kv = KVCache(shape, num_blocks=num_blocks, block_size=size.block_size, dtype=kv_dtype)
     runner = ModelRunner(model, kv, sampler, batch_invariant=batch_invariant)

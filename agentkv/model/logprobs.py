@@ -1,7 +1,7 @@
 """Log-probabilities of chosen, given and most likely tokens, from logits as the model gave them.
 
 Natural logarithms, computed in float32: to about 1e-5 of what float64 would give. A row's values
-do not depend on the other rows.
+do not depend on the other rows. A token's is its logit less its row's normaliser.
 """
 
 from collections.abc import Sequence
@@ -12,35 +12,46 @@ from torch import Tensor
 
 from agentkv.core.batch import TopLogprobs
 from agentkv.model.candidates import candidates
+from agentkv.model.row_chunks import row_chunks
 
 
-def logprobs(logits: Tensor) -> Tensor:
-    """Computes the log-probability of every token, (num_rows, vocab_size), float32."""
-    return logits.float().log_softmax(dim=-1)
+def normalisers(logits: Tensor) -> Tensor:
+    """Computes the logarithm of each row's sum of exponentials, (num_rows,), float32.
+
+    By log-softmax, which on a CPU takes half the time of logsumexp.
+
+    Args:
+        logits: (num_rows, vocab_size), float32.
+    """
+    parts = [logits[rows[0] : rows[-1] + 1] for rows in row_chunks(range(logits.shape[0]), logits)]
+    found = [part.amax(dim=-1) - part.log_softmax(dim=-1).amax(dim=-1) for part in parts]
+    return torch.cat(found) if found else logits.new_empty(0)
 
 
-def of_tokens(found: Tensor, tokens: Tensor) -> Tensor:
+def of_tokens(logits: Tensor, normalisers: Tensor, tokens: Tensor) -> Tensor:
     """Picks one token's log-probability in each row, (num_rows,)."""
-    return found.gather(1, tokens[:, None]).squeeze(1)
+    return logits.gather(1, tokens[:, None]).squeeze(1) - normalisers
 
 
-def most_likely(found: Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
+def most_likely(logits: Tensor, normalisers: Tensor, counts: Sequence[int]) -> list[TopLogprobs]:
     """Lists each row's most likely tokens, greatest first, of equals the lowest id first.
 
     Args:
-        found: (num_rows, vocab_size), log-probabilities.
+        logits: (num_rows, vocab_size), float32.
+        normalisers: (num_rows,), of the logits.
         counts: How many tokens for each row, at least 1; a row may have fewer possible ones.
     """
-    vocab_size = found.shape[1]
+    vocab_size = logits.shape[1]
     sizes = [min(count, vocab_size) for count in counts]
-    if found.device.type == "cpu":
-        some = candidates(found, sizes)
+    if logits.device.type == "cpu":
+        some = candidates(logits, sizes)
         order = np.argsort(-some.scores.numpy(), axis=-1, kind="stable")[:, : max(sizes)]
         token_ids = np.take_along_axis(some.token_ids.numpy(), order, axis=-1).tolist()
-        values = np.take_along_axis(some.scores.numpy(), order, axis=-1).tolist()
+        scores = torch.from_numpy(np.take_along_axis(some.scores.numpy(), order, axis=-1))
+        values = (scores - normalisers[:, None]).tolist()
     else:
-        top = found.topk(max(sizes), dim=-1)
-        token_ids, values = top.indices.tolist(), top.values.tolist()
+        top = logits.topk(max(sizes), dim=-1)
+        token_ids, values = top.indices.tolist(), (top.values - normalisers[:, None]).tolist()
     return [
         TopLogprobs(*_possible(ids[:size], row[:size]))
         for ids, row, size in zip(token_ids, values, sizes, strict=True)

@@ -8,7 +8,8 @@ are in the batch.
            -> log-probabilities, of the logits as they came (logprobs)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,10 @@ from torch import Tensor
 from agentkv.core.batch import Sample, Sampled, TopLogprobs
 from agentkv.model.draw import draw_tokens
 from agentkv.model.logit_edits import edit_logits, has_edits
-from agentkv.model.logprobs import logprobs, most_likely, of_tokens
+from agentkv.model.logprobs import most_likely, normalisers, of_tokens
 from agentkv.model.random_stream import Draw, uniforms
 from agentkv.model.upload import upload
 
-CPU_ELEMENTS_AT_ONCE = 2**20
-"""Logits whose float64 copies are made at the same time: 8 MiB for each copy."""
-GPU_ELEMENTS_AT_ONCE = 2**24
-"""The same on a GPU, where a few large launches are better: 128 MiB for each copy."""
 _FAILED = -1
 """Stands for the token of a row that failed."""
 _STUCK = -2
@@ -56,9 +53,11 @@ class Sampler:
         greatest = scores.gather(1, tokens[:, None]).squeeze(1)
         failed = ~greatest.isfinite()
         drawn = [row for row, sample in enumerate(samples) if not sample.params.is_greedy]
-        for rows in _chunks(drawn, scores):
-            index = upload(rows, torch.int64, scores.device)
-            tokens[index] = _draw(scores[index], failed[index], [samples[row] for row in rows])
+        if drawn:
+            index = upload(drawn, torch.int64, scores.device)
+            is_own = scores is not raw and len(drawn) == len(samples)  # then nobody reads it later
+            picked = scores if is_own else scores[index]
+            tokens[index] = _draw(picked, failed[index], [samples[row] for row in drawn])
         answers = tokens.masked_fill(failed, _FAILED).masked_fill(greatest == -torch.inf, _STUCK)
         return _answers(answers, _reports(raw, tokens, samples))
 
@@ -73,12 +72,8 @@ class Sampler:
             (num_rows,) log-softmax; NaN where the logits are not finite.
         """
         assert logits.shape[0] == len(tokens), "one token for each row"
-        index = upload(tokens, torch.int64, logits.device)
-        parts = [slice(rows[0], rows[-1] + 1) for rows in _chunks(range(len(tokens)), logits)]
-        if not parts:
-            return []
-        found = torch.cat([of_tokens(logprobs(logits[part]), index[part]) for part in parts])
-        listed: list[float] = found.tolist()
+        raw, index = logits.float(), upload(tokens, torch.int64, logits.device)
+        listed: list[float] = of_tokens(raw, normalisers(raw), index).tolist()
         return listed
 
 
@@ -93,7 +88,10 @@ def _greatest(scores: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, failed: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Draws a token for each row; what is chosen for a row that failed does not matter."""
+    """Draws a token for each row; what is chosen for a row that failed does not matter.
+
+    Overwrites the scores of rows that failed.
+    """
     scores.masked_fill_(failed[:, None], -torch.inf)
     scores[:, 0].masked_fill_(failed, 0.0)
     draws = uniforms([Draw(sample.stream, sample.position) for sample in samples])
@@ -101,55 +99,48 @@ def _draw(scores: Tensor, failed: Tensor, samples: Sequence[Sample]) -> Tensor:
     return draw_tokens(scores, [sample.params for sample in samples], numbers)
 
 
-class _Reports:
+class _Reports(NamedTuple):
     """Log-probabilities that some rows asked for."""
 
-    def __init__(self) -> None:
-        self.chosen: list[Tensor] = []
-        self.top: dict[int, TopLogprobs] = {}
-        self.rows: list[int] = []
+    rows: list[int]
+    chosen: Tensor
+    """Of the chosen tokens, one for each of `rows`."""
+    top: dict[int, TopLogprobs]
+    """By row."""
 
 
-def _reports(logits: Tensor, tokens: Tensor, samples: Sequence[Sample]) -> _Reports:
-    reports = _Reports()
-    asking = [row for row, sample in enumerate(samples) if sample.params.logprobs]
-    for rows in _chunks(asking, logits):
-        index = upload(rows, torch.int64, logits.device)
-        found = logprobs(logits if len(rows) == len(samples) else logits[index])
-        reports.rows += rows
-        reports.chosen.append(of_tokens(found, tokens[index]))
-        tops = [place for place, row in enumerate(rows) if samples[row].params.top_logprobs]
-        if tops:
-            some = found[upload(tops, torch.int64, logits.device)]
-            counts = [samples[rows[place]].params.top_logprobs for place in tops]
-            named = (rows[place] for place in tops)
-            reports.top.update(zip(named, most_likely(some, counts), strict=True))
-    return reports
+def _reports(logits: Tensor, tokens: Tensor, samples: Sequence[Sample]) -> _Reports | None:
+    """Finds the log-probabilities that rows ask for; None when none does."""
+    rows = [row for row, sample in enumerate(samples) if sample.params.logprobs]
+    if not rows:
+        return None
+    index = upload(rows, torch.int64, logits.device)
+    asked = logits if len(rows) == len(samples) else logits[index]
+    sums = normalisers(asked)
+    chosen = of_tokens(asked, sums, tokens[index])
+    places = [place for place, row in enumerate(rows) if samples[row].params.top_logprobs]
+    if not places:
+        return _Reports(rows, chosen, {})
+    some = upload(places, torch.int64, logits.device)
+    counts = [samples[rows[place]].params.top_logprobs for place in places]
+    found = most_likely(asked if len(places) == len(rows) else asked[some], sums[some], counts)
+    named = (rows[place] for place in places)
+    return _Reports(rows, chosen, dict(zip(named, found, strict=True)))
 
 
-def _answers(tokens: Tensor, reports: _Reports) -> list[Sampled]:
+def _answers(tokens: Tensor, reports: _Reports | None) -> list[Sampled]:
     """Fetches what was chosen, in one transfer, and puts it together."""
-    values: dict[int, float] = {}
-    if reports.rows:
+    if reports is None:
+        listed, values, tops = tokens.tolist(), {}, {}
+    else:
         # Any token is exact in float64, so all fit one tensor.
-        parts = [tokens.double(), *(part.double() for part in reports.chosen)]
-        fetched = torch.cat(parts).tolist()
+        fetched = torch.cat((tokens.double(), reports.chosen.double())).tolist()
         listed = [int(token) for token in fetched[: len(tokens)]]
         values = dict(zip(reports.rows, fetched[len(tokens) :], strict=True))
-    else:
-        listed = tokens.tolist()
+        tops = reports.top
     return [
-        Sampled(_FAILED, None, failed=True, is_stuck=token == _STUCK)
-        if token in (_FAILED, _STUCK)
-        else Sampled(token, values.get(row), top=reports.top.get(row))
+        Sampled(_FAILED, None, failed=True)
+        if token == _FAILED
+        else Sampled(token, values.get(row), top=tops.get(row))
         for row, token in enumerate(listed)
     ]
-
-
-def _chunks(rows: Sequence[int], logits: Tensor) -> Iterator[list[int]]:
-    """Splits rows so that each part's float64 copies are of a good size for the device."""
-    on_cpu = logits.device.type == "cpu"
-    limit = CPU_ELEMENTS_AT_ONCE if on_cpu else GPU_ELEMENTS_AT_ONCE
-    size = max(1, limit // logits.shape[1])
-    for start in range(0, len(rows), size):
-        yield list(rows[start : start + size])

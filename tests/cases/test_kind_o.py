@@ -1,11 +1,17 @@
 """Cases of kind O that need no wire: what is refused changes nothing."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 from bench import TENANT, Bench, finish_of, numbers, tokens_of
-from fakes import continuation
+from fakes import VOCAB_SIZE, continuation
+from tiny_engines import TinyEngine
+from tiny_models import build_tiny_model
 
 from agentkv.core.request import FinishReason
 from agentkv.errors import InvalidRequest, Reason
+from agentkv.sampling_params import SamplingParams
 
 
 def test_case_100_empty_prompt() -> None:
@@ -81,4 +87,62 @@ def test_case_105_exact_context_limit_after_preemption() -> None:
     assert bench.engine.view().num_preemptions > 0
     for context, prompt in zip(contexts, prompts, strict=True):
         assert bench.tokens(context) == prompt + continuation(prompt, 64 - len(prompt))
+    bench.end()
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["stop_token_ids", "allowed_token_ids", "banned_token_ids", "logit_bias"],
+)
+def test_case_103_unknown_stop_or_bias_id(option: str) -> None:
+    """Catches an id used as an index without a check: it would write into a neighbour's logits."""
+    made = TinyEngine(build_tiny_model("llama"))
+    engine, width = made.engine, made.engine.facts.vocab_size
+    prompt = [(3 * i + 1) % width for i in range(10)]
+    drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+
+    def run_with(token: int | None) -> list[int]:
+        neighbour = engine.run(engine.create(TENANT, prompt)).answer.context.id
+        other = engine.run(engine.create(TENANT, prompt[:5])).answer.context.id
+        stream = engine.generate(TENANT, neighbour, drawn)
+        operations = [stream]
+        if token is not None:
+            value: Any = ((token, 1.0),) if option == "logit_bias" else (token,)
+            params = SamplingParams(max_tokens=8, **{option: value})
+            if token >= width:
+                for begin in (engine.generate, partial(engine.generate_branches, count=2)):
+                    with pytest.raises(InvalidRequest) as refusal:
+                        begin(TENANT, other, params=params)
+                    assert refusal.value.reason is Reason.TOKEN_OUT_OF_RANGE
+                    assert list(refusal.value.violations) == [option]
+            else:
+                operations.append(engine.generate(TENANT, other, params))
+        for operation in operations:
+            engine.run(operation)
+        engine.release(TENANT, [neighbour, other])
+        engine.check()
+        return tokens_of(stream.take_news())
+
+    alone = run_with(None)
+    assert run_with(width + 3) == run_with(width + 1) == run_with(width) == alone
+    # The limit is the width of the logits, not the number of tokens that the tokenizer knows.
+    assert run_with(width - 1) == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"banned_token_ids": tuple(range(VOCAB_SIZE))}, "banned_token_ids"),
+        ({"allowed_token_ids": (7, 8), "stop_token_ids": (7, 8), "min_tokens": 1},
+         "allowed_token_ids"),
+    ],
+)  # fmt: skip
+def test_options_that_leave_no_token_are_refused(options: dict[str, Any], field: str) -> None:
+    """Catches a request that could only fail at its first token."""
+    bench = Bench()
+    context = bench.create(numbers(1, 5))
+    with pytest.raises(InvalidRequest) as refusal:
+        bench.start(context, 3, **options)
+    assert list(refusal.value.violations) == [field]
+    assert bench.length(context) == 5
     bench.end()

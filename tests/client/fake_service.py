@@ -240,7 +240,12 @@ class FakeService(pb_grpc.ContextServiceServicer):
         id = self._new_id()
         self.contexts[id] = FakeContext(tokens, root_id=id, labels=dict(request.labels))
         usage = pb.Usage(computed_tokens=len(tokens) - 1, cached_tokens=1)
-        return pb.CreateResponse(context=self._view(id), usage=usage, pool=self._pool())
+        return pb.CreateResponse(
+            context=self._view(id),
+            usage=usage,
+            pool=self._pool(),
+            logprobs=[-0.25] * (len(tokens) - 1) if request.logprobs else [],
+        )
 
     def _fork(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> list[pb.Context]:
         parent = self._find(request.context_id)

@@ -136,6 +136,23 @@ def test_score_totals_and_means(client: Client) -> None:
     assert [score.mean for score in scores] == [-0.5, -0.5]
 
 
+def test_the_likeliest_continuation_is_chosen(client: Client) -> None:
+    """Catches a choice by the wrong measure, or of an index into another list."""
+    root = client.create("abc")
+    continuations: list[str | list[int]] = [[1, 2, 3], "x", [4, 5]]  # half a nat for each token
+    by_total = root.choose(continuations, by_mean=False)
+    assert (by_total.index, by_total.score.total) == (1, -0.5)
+    by_mean = root.choose(continuations)
+    assert (by_mean.index, len(by_mean.scores)) == (0, 3)  # all are equal: the first
+    assert root.length == 3
+
+
+def test_the_prompts_logprobs_are_kept_with_the_handle(client: Client) -> None:
+    """Catches an answer of Create that nobody can read."""
+    assert client.create("abc", logprobs=True).prompt_logprobs == (-0.25, -0.25)
+    assert client.create("abc").prompt_logprobs == ()
+
+
 def test_scoring_one_bare_text_is_refused(client: Client) -> None:
     """Catches a text scored letter by letter, as a list of texts."""
     with pytest.raises(InvalidRequest, match="list"):

@@ -8,7 +8,7 @@ and recomputed. Every token and log-probability that comes out is compared with 
 import random
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
@@ -66,7 +66,8 @@ def act(bench: TwinBench, action: Action) -> None:
     if is_full and verb in {"create", "fork", "branches"}:
         verb = "release"
     if verb == "create" or not bench.tokens:
-        bench.create([*SHARED[action.pick % 2][: action.share], *action.tokens])
+        prompt = [*SHARED[action.pick % 2][: action.share], *action.tokens]
+        bench.create(prompt, logprobs=action.share % 3 == 0)
     elif verb == "flush":
         bench.engine.flush_cache()
     elif verb == "cancel" and bench.pending:
@@ -95,6 +96,13 @@ def act_on_any(bench: TwinBench, action: Action, verb: str) -> None:
         bench.release(name)
 
 
+def sampling(number: int) -> dict[str, Any]:
+    """Options of a generation: greedy, drawn, or drawn with everything that has state."""
+    drawn = {"temperature": 1.0, "seed": number}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.5}
+    return [drawn, {}, drawn | penalties | {"penalize_prompt": number % 2 == 0}][number % 3]
+
+
 def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
     """Verbs that change a context."""
     tokens, share = action.tokens, action.share
@@ -103,8 +111,7 @@ def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
     if verb == "extend" and length < LONGEST - len(tokens):
         bench.extend(name, tokens, logprobs=share % 2 == 0)
     elif verb == "generate" and 0 < length < LONGEST - 8:
-        sampled = {"temperature": 1.0, "seed": share} if share % 3 == 0 else {}
-        bench.generate(name, 1 + share % 8, **sampled)
+        bench.generate(name, 1 + share % 8, **sampling(share))
     elif length:
         bench.truncate(name, max(0, length - 1 - share))
 

@@ -1,4 +1,4 @@
-"""Tokens from logits: exact distributions, the same in any batch, failures alone."""
+"""Tokens from logits: the same in any batch, failures alone, log-probabilities of raw logits."""
 
 import math
 from collections.abc import Sequence
@@ -7,46 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from logit_rows import VOCAB_SIZE, params, random_logits, sample_of, tokens_of
 
-from agentkv.core.batch import Sample, Sampled, Stream
-from agentkv.core.token_counter import TokenCounter
+from agentkv.core.batch import Sample, Sampled
 from agentkv.core.token_rules import TokenRules, mask_of
-from agentkv.model.draw import draw_tokens, invert
-from agentkv.model.filters import filtered_weights
 from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
-VOCAB_SIZE = 211
 SAMPLER = Sampler()
-
-
-def params(**options: Any) -> SamplingParams:
-    return SamplingParams(**({"temperature": 1.0} | options))
-
-
-def sample_of(options: SamplingParams, *, seed: int = 42, ordinal: int = 0, at: int = 20) -> Sample:
-    return Sample(row=0, head=None, params=options, stream=Stream(seed, ordinal), position=at)
-
-
-def random_logits(num_rows: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3 * torch.randn(num_rows, vocab_size, generator=generator)
-
-
-def tokens_of(sampled: Sequence[Sampled]) -> list[int]:
-    return [each.token for each in sampled]
 
 
 def branch_tokens(options: SamplingParams, ordinals: Sequence[int], *, seed: int) -> list[Any]:
@@ -106,8 +74,14 @@ def test_rows_are_bit_identical_in_batches_of_any_size(num_threads: int) -> None
     torch.set_num_threads(num_threads)
     try:
         logits = random_logits(12, vocab_size=49_152)
-        options = [params(logprobs=True), params(top_p=0.9, logprobs=True), params(top_k=40)]
-        samples = [sample_of(options[row % 3], ordinal=row) for row in range(12)]
+        options = [
+            params(logprobs=True),
+            params(top_p=0.9, logprobs=True, top_logprobs=5),
+            params(top_k=40),
+            params(min_p=0.01, temperature=1.5, typical_p=0.8),
+            params(temperature=0.0, logprobs=True),
+        ]
+        samples = [sample_of(options[row % 5], ordinal=row) for row in range(12)]
         together = SAMPLER.sample(logits, samples)
         for size in (1, 5):
             parts = [
@@ -172,179 +146,6 @@ def test_of_equal_logits_greedy_takes_the_lowest_id() -> None:
     logits[2, 69_999] = 2.0
     samples = [sample_of(params(temperature=0.0))] * 3
     assert tokens_of(SAMPLER.sample(logits, samples)) == [0, 5, 69_999]
-
-
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.3},
-    {"temperature": 2.5},
-    {"top_k": 12},
-    {"top_k": 10**6},
-    {"top_p": 0.7},
-    {"top_p": 1e-9},
-    {"min_p": 0.02},
-    {"min_p": 1.0},
-    {"typical_p": 0.6},
-    {"typical_p": 1e-9},
-    {"typical_p": 0.99, "temperature": 2.0},
-    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-    {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.8},
-]
-
-
-@pytest.mark.parametrize("options", FILTERS)
-def test_the_filtered_distribution_is_that_of_transformers(options: dict[str, Any]) -> None:
-    """Catches filters in another order, or a boundary token more or less."""
-    chosen = params(**options)
-    logits = random_logits(50)
-    warpers: list[Any] = [TemperatureLogitsWarper(chosen.temperature)]
-    if chosen.top_k is not None:
-        warpers.append(TopKLogitsWarper(min(chosen.top_k, VOCAB_SIZE)))
-    if chosen.top_p is not None:
-        warpers.append(TopPLogitsWarper(chosen.top_p))
-    if chosen.min_p is not None:
-        warpers.append(MinPLogitsWarper(chosen.min_p))
-    if chosen.typical_p is not None:
-        warpers.append(TypicalLogitsWarper(chosen.typical_p))
-    no_ids: Any = None
-    expected = LogitsProcessorList(warpers)(no_ids, logits.double()).softmax(dim=-1)
-    scores = logits.double()
-    scores = (scores - scores.amax(dim=-1, keepdim=True)) / chosen.temperature
-    weights = filtered_weights(scores, [chosen] * 50).double()
-    assert not weights[expected == 0].any()  # what they drop we drop
-    assert weights[expected > 1e-12].all()  # and the reverse, down to our resolution
-    shares = weights / weights.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-12)
-
-
-def test_filters_of_one_row_leave_the_others_alone() -> None:
-    """Catches a filter applied to the wrong row of a mixed batch."""
-    mixed = [params(**options) for options in FILTERS]
-    logits = random_logits(len(mixed)).double()
-    scores = logits - logits.amax(dim=-1, keepdim=True)
-    together = filtered_weights(scores.clone(), mixed)
-    for row, chosen in enumerate(mixed):
-        assert torch.equal(together[row], filtered_weights(scores[[row]], [chosen])[0])
-
-
-def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
-    """Catches a set at the edge of top-p that depends on a sort's whim."""
-    weights = filtered_weights(torch.zeros(1, 8, dtype=torch.float64), [params(top_p=0.5)])
-    assert (weights[0] > 0).tolist() == [True] * 4 + [False] * 4
-
-
-WIDE = [
-    {"top_p": 0.9},
-    {"top_p": 0.9, "temperature": 0.2},
-    {"top_p": 0.999, "temperature": 3.0},
-    {"min_p": 0.2},
-    {"min_p": 1e-7},
-    {"top_k": 1000, "top_p": 0.5},
-    {"top_k": 40, "typical_p": 0.7},
-    {"top_p": 0.8, "min_p": 0.05, "typical_p": 0.9, "temperature": 1.3},
-    {},
-]
-
-
-@pytest.mark.slow
-def test_candidates_give_the_token_that_the_whole_row_gives() -> None:
-    """Catches a nucleus that is cut off at the candidates, and a total without its tail."""
-    vocab_size = 30_011
-    chosen = [params(**options) for options in WIDE for _ in range(2)]
-    logits = random_logits(len(chosen), vocab_size=vocab_size)
-    logits[1] = logits[1].round()  # many equals, at every edge
-    cooled = (logits.double() - logits.amax(dim=-1, keepdim=True).double()) / torch.tensor(
-        [[each.temperature] for each in chosen], dtype=torch.float64
-    )
-    weights = filtered_weights(cooled, chosen)
-    for step in range(40):
-        numbers = torch.rand(len(chosen), generator=torch.Generator().manual_seed(step)).double()
-        assert draw_tokens(logits, chosen, numbers).tolist() == invert(weights, numbers).tolist()
-
-
-@pytest.mark.parametrize("width", [1, 5, 64, 65, 300])
-def test_inversion_finds_the_token_of_each_number(width: int) -> None:
-    """Catches a token of no weight that is drawn, and an edge that belongs to the wrong token."""
-    weights = torch.arange(width, dtype=torch.float64)[None] % 3
-    weights[0, -1] = 2.0
-    total = int(weights.sum())
-    numbers = torch.arange(total, dtype=torch.float64) / total + 1e-9
-    found = invert(weights.expand(total, -1), numbers)
-    expected = torch.repeat_interleave(torch.arange(width), weights[0].long())
-    assert torch.equal(found, expected)
-
-
-ALONE_AND_TOGETHER: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1.7},
-    {"top_k": 6},
-    {"top_p": 0.8},
-    {"min_p": 0.05},
-    {"typical_p": 0.7},
-    {"repetition_penalty": 1.8},
-    {"presence_penalty": 1.0},
-    {"frequency_penalty": 0.7},
-    {"logit_bias": ((2, 2.0), (9, -1.0))},
-    {"allowed_token_ids": (1, 4, 5, 11)},
-    {"banned_token_ids": (3, 12)},
-    {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.95,
-     "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1,
-     "logit_bias": ((0, 1.0),), "banned_token_ids": (7,)},
-]  # fmt: skip
-SEEN = [0, 1, 1, 4, 9]
-
-
-def by_transformers(chosen: SamplingParams, logits: Tensor) -> Tensor:
-    """The distribution that transformers' processors leave, (vocab_size,)."""
-    steps: list[Any] = []
-    if chosen.logit_bias:
-        biases: Any = [[[token], bias] for token, bias in chosen.logit_bias]
-        steps.append(SequenceBiasLogitsProcessor(biases))
-    steps.append(RepetitionPenaltyLogitsProcessor(chosen.repetition_penalty))
-    counts = torch.bincount(torch.tensor(SEEN), minlength=logits.shape[1])
-    steps.append(lambda _, scores: scores - chosen.frequency_penalty * counts
-                 - chosen.presence_penalty * (counts > 0))  # fmt: skip
-    if chosen.banned_token_ids:
-        steps.append(SuppressTokensLogitsProcessor(list(chosen.banned_token_ids), device="cpu"))
-    if chosen.allowed_token_ids:
-        others = sorted(set(range(logits.shape[1])).difference(chosen.allowed_token_ids))
-        steps.append(SuppressTokensLogitsProcessor(others, device="cpu"))
-    steps.append(TemperatureLogitsWarper(chosen.temperature))
-    for value, warper in (
-        (chosen.top_k, TopKLogitsWarper),
-        (chosen.top_p, TopPLogitsWarper),
-        (chosen.min_p, MinPLogitsWarper),
-        (chosen.typical_p, TypicalLogitsWarper),
-    ):
-        if value is not None:
-            steps.append(warper(value))
-    ids, scores = torch.tensor([SEEN]), logits.clone()
-    for step in steps:
-        scores = step(ids, scores)
-    return scores[0].double().softmax(dim=-1)
-
-
-@pytest.mark.parametrize("options", ALONE_AND_TOGETHER)
-def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    """Catches a biased inversion, or an option left out: chi-square of 20 000 draws, p > 1e-4."""
-    chosen = params(**options)
-    logits = random_logits(1, vocab_size=13)
-    expected = (20_000 * by_transformers(chosen, logits)).numpy()
-    rules = TokenRules.of(chosen, 13)
-    counts = TokenCounter(SEEN).snapshot() if chosen.has_penalties else None
-    samples = [
-        sample_of(chosen, ordinal=o % 100, at=o // 100)._replace(rules=rules, counts=counts)
-        for o in range(20_000)
-    ]
-    drawn = tokens_of(SAMPLER.sample(logits.expand(20_000, -1), samples))
-    counts_drawn = np.bincount(drawn, minlength=13)
-    assert counts_drawn[expected == 0].sum() == 0
-    common = expected >= 5  # rarer ones are put together
-    observed = np.append(counts_drawn[common], counts_drawn[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    keep = wanted > 0
-    statistic = ((observed[keep] - wanted[keep]) ** 2 / wanted[keep]).sum()
-    assert statistic < 40.0  # 12 degrees of freedom at most: p = 7e-5
 
 
 def test_nothing_left_to_choose_fails_alone() -> None:

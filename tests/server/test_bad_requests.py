@@ -119,6 +119,69 @@ CASES: list[tuple[str, str, Any, Reason, list[str]]] = [
         TOKEN,
         ["sampling.stop_token_ids"],
     ),
+    *[
+        (f"{name} {value}", "Generate", generate(**{name: value}), BAD, [f"sampling.{name}"])
+        for name, value in [
+            ("typical_p", 0.0),
+            ("typical_p", math.nan),
+            ("repetition_penalty", 0.0),
+            ("repetition_penalty", math.nan),
+            ("presence_penalty", math.inf),
+            ("frequency_penalty", -101.0),
+            ("min_tokens", 257),
+            ("top_logprobs", 3),
+            ("logit_bias", {1: math.nan}),
+            ("logit_bias", {1: 1001.0}),
+            ("logit_bias", dict.fromkeys(range(100000), 1.0)),
+            ("allowed_token_ids", [1] * 100_000),
+            ("banned_token_ids", [1] * 4097),
+        ]
+    ],
+    *[
+        (f"{name} beyond", "Generate", generate(**{name: value}), TOKEN, [f"sampling.{name}"])
+        for name, value in [
+            ("logit_bias", {300: 1.0}),
+            ("allowed_token_ids", [1, 300]),
+            ("banned_token_ids", [300]),
+        ]
+    ],
+    (
+        "top_logprobs huge",
+        "Generate",
+        generate(logprobs=True, top_logprobs=10**9),
+        BAD,
+        ["sampling.top_logprobs"],
+    ),
+    (
+        "allowed and banned",
+        "Generate",
+        generate(allowed_token_ids=[1, 2], banned_token_ids=[2]),
+        BAD,
+        ["sampling.banned_token_ids"],
+    ),
+    (
+        "everything at once",
+        "Generate",
+        generate(
+            max_tokens=4,
+            min_tokens=5,
+            temperature=math.nan,
+            top_p=0.0,
+            typical_p=2.0,
+            repetition_penalty=-1.0,
+            logit_bias={300: 1.0},
+            stop=["s"] * 100_000,
+            allowed_token_ids=[7],
+            banned_token_ids=[7],
+            top_logprobs=1,
+        ),
+        BAD,
+        [
+            *("sampling.banned_token_ids", "sampling.logit_bias", "sampling.min_tokens"),
+            *("sampling.repetition_penalty", "sampling.stop", "sampling.temperature"),
+            *("sampling.top_logprobs", "sampling.top_p", "sampling.typical_p"),
+        ],
+    ),
     (
         "several",
         "Generate",

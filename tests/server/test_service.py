@@ -145,6 +145,38 @@ def test_extend_appends_text_and_tokens() -> None:
     run(scenario())
 
 
+def test_the_most_likely_tokens_come_with_each_token() -> None:
+    """Catches top log-probabilities that are lost on the wire, in either kind of stream."""
+
+    async def scenario() -> None:
+        async with serving() as served:
+            root = await created(served)
+            sampling = pb.SamplingOptions(max_tokens=2, logprobs=True, top_logprobs=3)
+            call = served.stub.Generate(pb.GenerateRequest(context_id=root, sampling=sampling))
+            chunks = [message.chunk async for message in call]
+            branches = pb.GenerateBranchesRequest(context_id=root, count=2, sampling=sampling)
+            async for message in served.stub.GenerateBranches(branches):
+                chunks.extend(message.chunks)
+            assert len(chunks) == 6
+            for chunk in chunks:
+                (top,) = chunk.top_logprobs
+                assert (list(top.token_ids), list(top.logprobs)) == ([0, 1, 2], [0, -1, -2])
+
+    run(scenario())
+
+
+def test_create_reports_the_prompts_logprobs_when_asked() -> None:
+    """Catches an option of Create that ends at the service."""
+
+    async def scenario() -> None:
+        async with serving() as served:
+            for asked, expected in ((True, [-0.25, -0.25]), (False, [])):
+                request = pb.CreateRequest(token_ids=tokens(1, 2, 3), logprobs=asked)
+                assert list((await served.stub.Create(request)).logprobs) == expected
+
+    run(scenario())
+
+
 def test_generate_streams_a_message_per_step() -> None:
     """Catches a message per token or a finish that costs an extra message."""
 
