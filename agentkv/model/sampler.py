@@ -139,8 +139,8 @@ def _answers(tokens: Tensor, reports: _Reports | None) -> list[Sampled]:
         values = dict(zip(reports.rows, fetched[len(tokens) :], strict=True))
         tops = reports.top
     return [
-        Sampled(_FAILED, None, failed=True)
-        if token == _FAILED
+        Sampled(_FAILED, None, failed=True, is_stuck=token == _STUCK)
+        if token in (_FAILED, _STUCK)
         else Sampled(token, values.get(row), top=tops.get(row))
         for row, token in enumerate(listed)
     ]

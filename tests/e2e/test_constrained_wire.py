@@ -125,8 +125,8 @@ def test_what_is_wrong_is_refused_and_changes_nothing() -> None:
             with pytest.raises(InvalidRequest) as caught:
                 await root.complete(constraint=Continued())
             assert list(caught.value.violations) == ["constraint.continued"]
-            listed = await client.info()
-            assert listed.counters.num_contexts == 1
+            info = await client.server_info()
+            assert info.counters.num_contexts == 1
             assert (await root.complete(constraint=Choices(["ok"]))).text == "ok"
 
     run(scenario())
@@ -139,7 +139,7 @@ def test_a_bomb_disturbs_nobody() -> None:
         async with connected() as client, await client.create("hello") as root:
             alone = await root.fork_one()
             expected = (await alone.complete(constraint=POINT, temperature=1.0, seed=1)).text
-            bombs = [
+            bombs: list[Regex | JsonSchema] = [
                 Regex("((a{1,1000}){1,1000}){1,1000}"),
                 Regex("(.*a.{20}){10}"),
                 JsonSchema('{"items":' * 2000 + "{}" + "}" * 2000),
