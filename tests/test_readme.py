@@ -91,9 +91,15 @@ def test_what_a_document_names_exists(document: str) -> None:
 
 
 @pytest.mark.slow
-def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "num_lines", "last"),
+    [(0, 10, r"\d+ blocks shared, \d+ of its own"), (1, 5, r"tool_call weather \{'city': .*\}")],
+)
+def test_example_runs(
+    number: int, num_lines: int, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches an example that no longer fits the SDK, against a real server on a tiny model."""
-    (code,) = blocks("python")
+    code = blocks("python")[number]
     assert '"127.0.0.1:50051"' in code
 
     async def scenario() -> None:
@@ -105,11 +111,11 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
     asyncio.run(scenario())
     said = capsys.readouterr().out.splitlines()
-    assert len(said) >= 10
-    assert re.fullmatch(r"\d+ blocks shared, \d+ of its own", said[-1])
+    assert len(said) >= num_lines
+    assert re.fullmatch(last, said[-1])
 
 
 def test_example_is_short() -> None:
     """Catches an example that grows until nobody reads it."""
-    (code,) = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    for code in blocks("python"):
+        assert len([line for line in code.splitlines() if line.strip()]) <= 20
