@@ -27,16 +27,29 @@ if TYPE_CHECKING:
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.streams import BranchStream, GenerateStream
+    from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
         Choice,
         ContextInfo,
         ContinuationScore,
         Extension,
+        LeaseInfo,
+        LeaseMode,
+        LeaseOptions,
+        LeaseReduction,
         PoolInfo,
+        PressureLevel,
         Released,
         Residency,
         Usage,
     )
+    from agentkv.client.watch_events import (
+        ChangeKind,
+        ContextChange,
+        PressureChange,
+        WatchSnapshot,
+    )
+    from agentkv.client.watch_stream import AsyncWatchStream, WatchStream
     from agentkv.constraint import Choices, Continued, JsonSchema, Lark, Regex, Tool, Tools
     from agentkv.errors import (
         AgentKVError,
@@ -77,12 +90,18 @@ _HOMES = {
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
+    "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
         "Choice",
         "ContextInfo",
         "ContinuationScore",
         "Extension",
+        "LeaseInfo",
+        "LeaseMode",
+        "LeaseOptions",
+        "LeaseReduction",
         "PoolInfo",
+        "PressureLevel",
         "Released",
         "Residency",
         "Usage",
@@ -96,6 +115,13 @@ _HOMES = {
         "Tool",
         "Tools",
     ),
+    "agentkv.client.watch_events": (
+        "ChangeKind",
+        "ContextChange",
+        "PressureChange",
+        "WatchSnapshot",
+    ),
+    "agentkv.client.watch_stream": ("AsyncWatchStream", "WatchStream"),
     "agentkv.errors": (
         "AgentKVError",
         "Cancelled",
@@ -125,15 +151,19 @@ __all__ = [
     "AsyncContextGroup",
     "AsyncContextHandle",
     "AsyncGenerateStream",
+    "AsyncWatchStream",
+    "Bill",
     "BranchFinish",
     "BranchStream",
     "Cancelled",
+    "ChangeKind",
     "Choice",
     "Choices",
     "Chunk",
     "Client",
     "Completion",
     "ContextBusy",
+    "ContextChange",
     "ContextGroup",
     "ContextHandle",
     "ContextInfo",
@@ -151,11 +181,18 @@ __all__ = [
     "InvalidRequest",
     "JsonSchema",
     "Lark",
+    "LeaseInfo",
+    "LeaseMode",
+    "LeaseOptions",
+    "LeaseReduction",
     "LimitsInfo",
     "ModelInfo",
     "NotFound",
     "PoolExhausted",
     "PoolInfo",
+    "PressureChange",
+    "PressureLevel",
+    "QuotaInfo",
     "Reason",
     "Regex",
     "Released",
@@ -165,6 +202,8 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "Tier",
+    "TierUsage",
     "Tool",
     "ToolCall",
     "Tools",
@@ -173,6 +212,9 @@ __all__ = [
     "Unavailable",
     "UnsupportedModelError",
     "Usage",
+    "UsageInfo",
+    "WatchSnapshot",
+    "WatchStream",
 ]
 
 

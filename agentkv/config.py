@@ -5,7 +5,10 @@ edit of these.
 """
 
 import ipaddress
-from dataclasses import dataclass, field
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from agentkv.errors import InvalidRequest
 
@@ -66,9 +69,142 @@ class LimitsConfig:
     """Answers remembered for repeated request ids."""
     reply_ttl: float = 600.0
     """Seconds for which an answer to a request id is remembered."""
+    max_ended_trees: int = 10_000
+    """Trees without a living context whose usage can still be asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaConfig:
+    """What one tenant may hold and use; None sets no limit beyond the server's own."""
+
+    blocks: int | None = None
+    """Device blocks its contexts hold at once, pinned ones too; a shared block counts once."""
+    block_seconds: float | None = None
+    """Device block-seconds its contexts use in any `window`."""
+    window: float = 3600.0
+    """Seconds over which block-seconds count."""
+    contexts: int | None = None
+    """Contexts it may hold."""
+    depth: int | None = None
+    """Forks between a context and the root it descends from."""
+    fan_out: int | None = None
+    """Living children of one context."""
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "block_seconds", "window", "contexts", "depth", "fan_out"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(
+                value is None or (is_number and 0 <= value < math.inf),
+                f"the quota {name} must be a number, not negative, got {value!r}.",
+            )
+            _require(
+                value is None or isinstance(value, int) or name in ("block_seconds", "window"),
+                f"the quota {name} must be a whole number, got {value!r}.",
+            )
+        _require(self.window > 0, f"the window of a quota must be above 0, got {self.window}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotasConfig:
+    """The quotas of all tenants."""
+
+    default: QuotaConfig = field(default_factory=QuotaConfig)
+    """Of a tenant that has none of its own."""
+    tenants: Mapping[str, QuotaConfig] = field(default_factory=dict)
+
+    def of(self, tenant: str) -> QuotaConfig:
+        """Finds a tenant's quota."""
+        return self.tenants.get(tenant, self.default)
+
+    @classmethod
+    def read(cls, text: str) -> "QuotasConfig":
+        """Reads quotas from TOML: a table `default`, and `tenants.NAME` with what differs from it.
+
+        Raises:
+            InvalidRequest: It is no TOML, or holds a key or a value that no quota has.
+        """
+        try:
+            tables = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidRequest(f"The quotas are no TOML: {error}.") from None
+        unknown = tables.keys() - {"default", "tenants"}
+        _require(not unknown, f"Quotas know no table {', '.join(sorted(unknown))}.")
+        default = _quota("default", tables.get("default", {}), QuotaConfig())
+        tenants = tables.get("tenants", {})
+        _require(isinstance(tenants, dict), "tenants must be a table of tables.")
+        named = {name: _quota(name, table, default) for name, table in tenants.items()}
+        return cls(default=default, tenants=named)
+
+
+def _quota(name: str, table: object, base: QuotaConfig) -> QuotaConfig:
+    if not isinstance(table, dict):
+        raise InvalidRequest(f"The quotas of {name} must be a table.")
+    unknown = table.keys() - {item.name for item in fields(QuotaConfig)}
+    _require(not unknown, f"The quotas of {name} know no {', '.join(sorted(unknown))}.")
+    try:
+        return replace(base, **table)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"The quotas of {name}: {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseConfig:
+    """For how long, and how firmly, KV may be kept for a tenant."""
+
+    default_ttl: float = 3600.0
+    """Seconds without use after which a lease expires that names no time."""
+    max_ttl: float = 86_400.0
+    """Most seconds a lease may be asked for."""
+    pin_quota: float = 0.5
+    """Share of the pool, in [0, 1], that one tenant may pin."""
+    handle_retention: float = 86_400.0
+    """Seconds without use after which a context is released, whatever its lease."""
+    unclaimed_retention: float = 600.0
+    """The same for a context whose creator went away before the answer; a repeat of the call
+    within that time gets it."""
+    warning: float = 30.0
+    """Seconds before a lease expires at which watchers are told."""
+
+    def __post_init__(self) -> None:
+        for name in ("default_ttl", "max_ttl", "handle_retention", "unclaimed_retention"):
+            value = getattr(self, name)
+            _require(0 < value < float("inf"), f"{name} must be finite and above 0, got {value}.")
+        _require(
+            self.default_ttl <= self.max_ttl,
+            f"default_ttl {self.default_ttl:g} must not be above max_ttl {self.max_ttl:g}.",
+        )
+        _require(0 <= self.pin_quota <= 1, f"pin_quota must be in [0, 1], got {self.pin_quota}.")
+        _require(self.warning >= 0, f"warning must not be negative, got {self.warning}.")
+
+    def max_pinned(self, num_blocks: int) -> int:
+        """Says how many blocks of a pool one tenant may pin."""
+        return int(self.pin_quota * num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PressureConfig:
+    """When the pool counts as full."""
+
+    soft: float = 0.75
+    """Share of the blocks held by contexts from which pressure is SOFT, in (0, 1]."""
+    hard: float = 0.9
+    """Share of the blocks held by running requests and pins from which it is HARD, in (0, 1]."""
+    hysteresis: float = 0.05
+    """How far a share must fall below its threshold before the level does, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("soft", "hard"):
+            value = getattr(self, name)
+            _require(0 < value <= 1, f"{name} must be in (0, 1], got {value}.")
+        _require(
+            0 <= self.hysteresis < min(self.soft, self.hard),
+            f"hysteresis must be in [0, min(soft, hard)), got {self.hysteresis}.",
+        )
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +217,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU, else the model's own."""
     device: str = "cpu"
     """A torch device."""
+    weights: str = "auto"
+    """What weights are kept as, on a CPU: `fp32` as loaded, `bf16`, `int8` with a factor for 64 of
+    them; `auto` is int8 where native kernels were compiled and the model is large enough."""
     block_size: int = 16
     """Token positions per block, at least 1."""
     num_blocks: int | None = None
@@ -93,7 +232,8 @@ class EngineConfig:
     together; None is 0.9."""
     kv_dtype: str = "auto"
     """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
-    the tokens of 16 bits, rounded to within a few percent of the logits' range; on a GPU only."""
+    the tokens of 16 bits, rounded to within a few percent of the logits' range. On a CPU prefer
+    `int8`: there is no native kernel for `fp8`."""
     graphs: bool | None = None
     """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
     fuse_weights: bool | None = None
@@ -110,6 +250,9 @@ class EngineConfig:
     """Threads the model computes with; None leaves the choice to torch: one per core."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    leases: LeaseConfig = field(default_factory=LeaseConfig)
+    pressure: PressureConfig = field(default_factory=PressureConfig)
+    quotas: QuotasConfig = field(default_factory=QuotasConfig)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):
@@ -132,6 +275,14 @@ class EngineConfig:
             self.kv_dtype in KV_DTYPE_NAMES,
             f"kv_dtype must be {', '.join(KV_DTYPE_NAMES)}; got {self.kv_dtype!r}.",
         )
+        _require(
+            self.weights in WEIGHT_NAMES,
+            f"weights must be {', '.join(WEIGHT_NAMES)}; got {self.weights!r}.",
+        )
+        _require(
+            not self.compile or self.weights in ("auto", "fp32"),
+            f"compile compiles torch's operations alone; leave out weights {self.weights}.",
+        )
         if not self.is_on_gpu:
             self._refuse_on_cpu()
 
@@ -150,11 +301,6 @@ class EngineConfig:
         _require(
             self.memory_utilization is None,
             "memory_utilization is for the device cuda; use kv_memory on a CPU.",
-        )
-        _require(
-            self.kv_dtype == "auto",
-            f"kv_dtype {self.kv_dtype} needs the device cuda: on a CPU, attention would convert "
-            "the whole pool in every layer.",
         )
         _require(
             not self.batch_invariant,

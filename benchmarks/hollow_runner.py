@@ -10,7 +10,13 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import (
+    LeaseConfig,
+    LimitsConfig,
+    PoolConfig,
+    PressureConfig,
+    SchedulerConfig,
+)
 from agentkv.core.batch import Batch, BlockCopy, Sampled, StepResult
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
@@ -66,6 +72,8 @@ def hollow_engine(
         pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(token_budget=4096, chunk_size=2048),
         limits=LimitsConfig(max_contexts=max_contexts),
+        leases=LeaseConfig(),
+        pressure=PressureConfig(),
         end_token_ids=frozenset(),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: 1,

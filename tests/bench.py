@@ -18,7 +18,8 @@ from fakes import (
     make_tokenizer,
 )
 
-from agentkv.config import LimitsConfig, SchedulerConfig
+from agentkv.config import LeaseConfig, LimitsConfig, QuotasConfig, SchedulerConfig
+from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.core.segment import Segment
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.engine.operations import Generation, Operation
@@ -27,6 +28,8 @@ from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 
 TENANT = "tenant"
+PINNED = LeaseTerms(LeaseMode.PIN)
+RETAINED = LeaseTerms()
 
 OperationT = TypeVar("OperationT", bound=Operation)
 
@@ -52,10 +55,16 @@ class Bench:
         max_running: int = 256,
         max_length: int = 4096,
         limits: LimitsConfig | None = None,
+        leases: LeaseConfig | None = None,
+        quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
     ) -> None:
+        self.now = 1000.0
+        """Seconds, as the engine's timer shows them; a test moves them on."""
         self.block_size = block_size
+        self.now = 1000.0
+        """Seconds since the epoch, for the engine."""
         self.runner = FakeModelRunner(num_blocks, block_size)
         self.engine = make_engine(
             self.runner,
@@ -70,8 +79,12 @@ class Bench:
                 max_running=max_running,
             ),
             limits=limits,
+            leases=leases,
+            clock=lambda: self.now,
+            quotas=quotas,
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
+            timer=lambda: self.now,
         )
         self.tree = self.engine._tree
         self.pool = self.tree.pool
@@ -84,8 +97,8 @@ class Bench:
 
     def created(self, tokens: Sequence[int], *, pinned: bool = False) -> Committed:
         """Creates a context; returns the whole answer."""
-        operation = self.run(self.engine.create(TENANT, tokens, pinned=pinned))
-        return operation.answer
+        lease = PINNED if pinned else RETAINED
+        return self.run(self.engine.create(TENANT, tokens, lease=lease)).answer
 
     def fork(self, context_id: str, count: int = 1, at: int | None = None) -> list[str]:
         """Forks; no step is run."""

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import (
+    LeaseConfig,
+    LimitsConfig,
+    PoolConfig,
+    PressureConfig,
+    QuotasConfig,
+    SchedulerConfig,
+)
 from agentkv.core.batch import (
     NO_SLOT,
     Batch,
@@ -264,10 +271,14 @@ def make_engine(
     max_length: int = 4096,
     scheduler: SchedulerConfig | None = None,
     limits: LimitsConfig | None = None,
+    leases: LeaseConfig | None = None,
+    pressure: PressureConfig | None = None,
+    quotas: QuotasConfig | None = None,
     end_token_ids: Sequence[int] = (),
     pieces: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
+    timer: Callable[[], float] = lambda: 1000.0,
 ) -> Engine:
     """Puts an engine on a fake model: ids are c0, c1, ..., seeds 1, 2, ..., and time stands still.
 
@@ -278,10 +289,14 @@ def make_engine(
         max_length: Longest context of the model.
         scheduler: Step sizes; the defaults if None.
         limits: Tenant limits; the defaults if None.
+        leases: What leases may be; by default, all blocks may be pinned.
+        pressure: When the pool counts as full.
+        quotas: Tenant quotas; none if None.
         end_token_ids: The model's ends of sequence.
         pieces: Texts of the first token ids.
         tokenizer: One made earlier, to save time; else one is made from `pieces`.
         clock: Seconds since the epoch.
+        timer: Seconds that only grow, for the bills.
     """
     numbers, seeds = itertools.count(), itertools.count(1)
     runner = runner or FakeModelRunner(num_blocks, block_size)
@@ -302,10 +317,14 @@ def make_engine(
         pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
         scheduler=scheduler or SchedulerConfig(),
         limits=limits or LimitsConfig(),
+        leases=leases or LeaseConfig(pin_quota=1.0),
+        pressure=pressure or PressureConfig(),
+        quotas=quotas,
         end_token_ids=frozenset(end_token_ids),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),
         clock=clock,
+        timer=timer,
     )
     runner.pool = engine._tree.pool
     return engine

@@ -18,7 +18,10 @@ PUBLIC = {
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
     *("JsonSchema", "Regex", "Lark", "Choices", "Tools", "Tool", "ToolCall", "Continued"),
-    *("AgentKVError", "Reason"),
+    *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
+    *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),
+    *("ChangeKind", "AgentKVError", "Reason"),
+    *("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     *(class_.__name__ for class_ in AgentKVError.__subclasses__()),
 }
 

@@ -15,7 +15,13 @@ from tiny_tokenizers import build_tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import (
+    LeaseConfig,
+    LimitsConfig,
+    PoolConfig,
+    PressureConfig,
+    SchedulerConfig,
+)
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context_tree import ContextTree
 from agentkv.engine.engine import Engine
@@ -85,6 +91,8 @@ class TinyEngine:
             pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
             scheduler=scheduler or SchedulerConfig(),
             limits=LimitsConfig(),
+            leases=LeaseConfig(),
+            pressure=PressureConfig(),
             end_token_ids=frozenset(end_token_ids),
             new_id=lambda: f"c{next(numbers)}",
             new_seed=lambda: next(seeds),

@@ -12,6 +12,8 @@ from agentkv.cli.info import info
 from agentkv.cli.models import models
 from agentkv.cli.serve import serve
 from agentkv.cli.tree import tree
+from agentkv.cli.usage import usage
+from agentkv.cli.watch import watch
 from agentkv.errors import AgentKVError
 
 
@@ -48,8 +50,10 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(tree)
+app.command()(watch)
 app.command()(info)
 app.command()(models)
+app.command()(usage)
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -70,7 +74,8 @@ def agentkv(
 ) -> None:
     """Contexts that fork: a model server for agents that branch.
 
-    Start one with **agentkv serve**, then look at what its clients hold with **agentkv tree**.
+    Start one with **agentkv serve**, then look at what its clients hold with **agentkv tree**,
+    and at what happens to it with **agentkv watch**.
     """
 
 

@@ -28,6 +28,10 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
             f"{format_bytes(model.bytes_per_block)} each: {pool.live_blocks:,} live, "
             f"{pool.cached_blocks:,} cached, {pool.free_blocks:,} free"
         ),
+        "Pressure": (
+            f"{pool.level}, {pool.reclaimable_blocks:,} blocks reclaimable, "
+            f"{pool.pinned_blocks:,} pinned"
+        ),
         "Since start": (
             f"{counters.computed_tokens:,} tokens computed, {counters.num_forks:,} forks, "
             f"{counters.num_block_copies:,} block copies, {counters.num_preemptions:,} preemptions"
@@ -36,6 +40,11 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
             f"{limits.max_contexts:,} contexts, {limits.max_fork_count:,} branches a fork, "
             f"{limits.max_continuations:,} continuations a score, "
             f"{limits.max_deadline:g} s a call"
+        ),
+        "Leases": (
+            f"{limits.default_lease_ttl:g} s by default, at most {limits.max_lease_ttl:g} s; "
+            f"{limits.max_pinned_blocks:,} blocks pinned a tenant; released after "
+            f"{limits.handle_retention:g} s without use"
         ),
         "Sampling": ", ".join(info.sampling_options),
     }

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +17,15 @@ from rich.logging import RichHandler
 
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.cli.tables import facts_table
-from agentkv.config import EngineConfig, SchedulerConfig, ServerConfig
+from agentkv.config import (
+    EngineConfig,
+    LeaseConfig,
+    PressureConfig,
+    QuotasConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from agentkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from agentkv.engine.outputs import EngineView
@@ -94,10 +103,43 @@ def serve(
         ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="What weights are kept as on a CPU: fp32, bf16, int8 or auto: int8 where native "
+            "kernels were compiled and the model is large enough to gain."
+        ),
+    ] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    lease_ttl: Annotated[
+        float, typer.Option(help="Seconds without use after which a lease expires by default.")
+    ] = 3600.0,
+    max_lease_ttl: Annotated[
+        float, typer.Option(help="Most seconds a client may ask a lease for.")
+    ] = 86_400.0,
+    pin_quota: Annotated[
+        float, typer.Option(help="Share of the pool, from 0 to 1, that one tenant may pin.")
+    ] = 0.5,
+    handle_retention: Annotated[
+        float,
+        typer.Option(help="Seconds without use after which a context is released with its tokens."),
+    ] = 86_400.0,
+    soft_pressure: Annotated[
+        float,
+        typer.Option(help="Share of blocks held by contexts from which pressure is SOFT."),
+    ] = 0.75,
+    hard_pressure: Annotated[
+        float,
+        typer.Option(
+            help="Share of blocks held by running requests and pins from which it is HARD."
+        ),
+    ] = 0.9,
+    watermark: Annotated[
+        int, typer.Option(help="Free blocks that are kept for requests that run already.")
+    ] = 0,
     graphs: Annotated[
         bool | None,
         typer.Option(
@@ -127,6 +169,15 @@ def serve(
             "and slower: every step is padded to --token-budget.",
         ),
     ] = False,
+    quotas: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file of what a tenant may hold and use: blocks, block_seconds in window "
+            "seconds, contexts, depth, fan_out; a table default, and tenants.NAME with what "
+            "differs. By default no limits beyond the server's own.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -144,6 +195,7 @@ def serve(
         model=model,
         dtype=dtype,
         device=device,
+        weights=weights,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
@@ -155,11 +207,31 @@ def serve(
         batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
-        scheduler=SchedulerConfig(token_budget=token_budget),
+        scheduler=SchedulerConfig(token_budget=token_budget, watermark=watermark),
+        leases=LeaseConfig(
+            default_ttl=lease_ttl,
+            max_ttl=max_lease_ttl,
+            pin_quota=pin_quota,
+            handle_retention=handle_retention,
+        ),
+        pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
+        quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
+
+
+def read_quotas(path: Path) -> QuotasConfig:
+    """Reads the file of quotas.
+
+    Raises:
+        InvalidRequest: It cannot be read, or is wrong.
+    """
+    try:
+        return QuotasConfig.read(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"Cannot read the quotas in {path}: {error}.") from None
 
 
 def assemble(config: EngineConfig, report: Callable[[str], None]) -> "ServedEngine":
@@ -199,6 +271,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
     size = pool.total * model.bytes_per_block
     return {
         "Model": f"{model.name} ({model.architecture}, {model.dtype})",
+        "Weights": f"{model.weights}, {format_bytes(model.weight_bytes)}",
         "Pool": (
             f"{pool.total:,} blocks of {pool.block_size} tokens, "
             f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"

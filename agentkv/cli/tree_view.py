@@ -8,7 +8,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from agentkv.client.server_info import ServerInfo
-from agentkv.client.values import ContextInfo, PoolInfo, Residency
+from agentkv.client.values import ContextInfo, LeaseMode, PoolInfo, Residency
 
 SHORT = 6
 """Characters of a handle that are shown: its end, since all handles of a server begin alike."""
@@ -36,7 +36,7 @@ def draw(address: str, server: ServerInfo, contexts: Sequence[ContextInfo]) -> R
     waiting = [(top, branches[None], 0)]
     for parent_id in [id for id in branches if id not in known]:
         # Its branches still belong together.
-        released = Text(f"{_short(parent_id or '')} released", style="dim strike")
+        released = Text(f"{short_id(parent_id or '')} released", style="dim strike")
         waiting.append((top.add(released), branches[parent_id], 1))
     while waiting:  # a loop, for trees may be deeper than the interpreter's stack
         node, below, depth = waiting.pop()
@@ -66,7 +66,7 @@ def _count(contexts: Sequence[ContextInfo], branches: Branches) -> int:
 
 def _line(context: ContextInfo) -> Text:
     line = Text.assemble(
-        (_short(context.id), "bold cyan"),
+        (short_id(context.id), "bold cyan"),
         f"  {context.length:,} tokens",
         (f" from {context.fork_position:,}" if context.parent_id is not None else "", "dim"),
         "  blocks ",
@@ -83,6 +83,10 @@ def _line(context: ContextInfo) -> Text:
 
 def _marks(context: ContextInfo) -> list[str]:
     marks = ["busy"] * context.busy + ["pinned"] * context.pinned
+    if context.lease.expire_time is None:
+        marks.append("lease expired")
+    elif context.lease.mode in (LeaseMode.PARK, LeaseMode.DROPPABLE):
+        marks.append("parked" if context.lease.mode is LeaseMode.PARK else "droppable")
     if context.residency is not Residency.DEVICE:
         marks.append(f"KV {context.residency}, {context.num_computed_tokens:,} computed")
     return marks
@@ -96,10 +100,12 @@ def _totals(contexts: Sequence[ContextInfo], pool: PoolInfo) -> Text:
     return Text(
         f"{len(contexts):,} contexts, {sum(context.length for context in contexts):,} tokens; pool "
         f"of {pool.total_blocks:,} blocks: {pool.live_blocks:,} live, {pool.cached_blocks:,} "
-        f"cached, {pool.free_blocks:,} free; sharing ratio {sharing_ratio(contexts, pool):.2f}",
+        f"cached, {pool.free_blocks:,} free; pressure {pool.level}; sharing ratio "
+        f"{sharing_ratio(contexts, pool):.2f}",
         style="bold",
     )
 
 
-def _short(id: str) -> str:
+def short_id(id: str) -> str:
+    """Names a context by the end of its handle."""
     return f"…{id[-SHORT:]}"

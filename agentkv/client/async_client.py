@@ -13,12 +13,15 @@ from agentkv.client.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT
 from agentkv.client.drive import AsyncDriver
 from agentkv.client.grpc_transport import AsyncGrpcTransport
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, ChatTurn
+from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
 from agentkv.client.transport import AsyncTransport
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
+from agentkv.client.watch_state import WatchState
+from agentkv.client.watch_stream import AsyncWatchStream
 
 
 class AsyncClient:
@@ -73,6 +76,7 @@ class AsyncClient:
         token_ids: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         allow_special: bool = False,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         logprobs: bool = False,
         timeout: float | None = None,
@@ -85,6 +89,7 @@ class AsyncClient:
             token_ids: Token ids, taken as they are.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
+            lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
             logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
                 handle; cached tokens are run again for it.
@@ -92,7 +97,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequest: The prompt is empty, too long, or none the model can take.
-            PoolExhausted: There are no blocks, no place in the queue, or too many contexts.
+            PoolExhausted: There are no blocks, no place in the queue, or too many contexts or pins.
         """
         operation = handle_state.create(
             self._session,
@@ -101,6 +106,7 @@ class AsyncClient:
             token_ids,
             add_generation_prompt,
             allow_special,
+            lease,
             labels,
             logprobs,
             timeout,
@@ -142,9 +148,33 @@ class AsyncClient:
             if not token:
                 return
 
+    async def get_usage(
+        self, root_id: str | None = None, *, timeout: float | None = None
+    ) -> UsageInfo:
+        """Tells what all contexts of the caller have used, released ones too, and its quotas.
+
+        Args:
+            root_id: Tells it of this created context and what descends from it alone.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is no such tree, or it ended long ago.
+        """
+        return await self._driver.run(self._session.usage_of(None, root_id, timeout))
+
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""
         return await self._driver.run(self._session.server_info(timeout))
+
+    def watch(self, *, timeout: float | None = None) -> AsyncWatchStream:
+        """Starts to watch the caller's contexts, a snapshot first; returns the stream at once.
+
+        Args:
+            timeout: Seconds until it ends with DeadlineExceeded; None: never, and what the server
+                ends is watched again.
+        """
+        state = WatchState(self._session, self._driver.transport.stream, timeout)
+        return AsyncWatchStream(self._driver, state)
 
     async def close(self) -> None:
         """Releases the contexts that are still owned, then disconnects. Closing twice is fine."""

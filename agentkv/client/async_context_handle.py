@@ -15,8 +15,23 @@ from agentkv.client.generation import BranchesState, GenerateState
 from agentkv.client.handle_base import HandleBase
 from agentkv.client.handle_state import HandleState
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, Continuation, SamplingOptions
-from agentkv.client.values import Choice, ContextInfo, ContinuationScore, Extension, Released
+from agentkv.client.messages import (
+    NO_LABELS,
+    NO_LEASE,
+    Continuation,
+    Lease,
+    SamplingOptions,
+)
+from agentkv.client.usage_info import UsageInfo
+from agentkv.client.values import (
+    Choice,
+    ContextInfo,
+    ContinuationScore,
+    Extension,
+    LeaseInfo,
+    LeaseMode,
+    Released,
+)
 
 
 class AsyncContextHandle(HandleBase):
@@ -38,6 +53,7 @@ class AsyncContextHandle(HandleBase):
         count: int = 1,
         *,
         at: int | None = None,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> AsyncContextGroup:
@@ -46,25 +62,27 @@ class AsyncContextHandle(HandleBase):
         Args:
             count: Number of branches, at least 1.
             at: Position to fork at, in [0, length]; None forks at the length.
+            lease: How firmly the branches' KV is kept; None: as this context's.
             labels: Labels of every branch.
             timeout: Seconds.
 
         Raises:
             InvalidRequest: `count` or `at` is out of range.
-            PoolExhausted: A limit of contexts or of depth is reached.
+            PoolExhausted: A limit of contexts, of depth or of pins is reached.
         """
-        branches = await self._driver.run(self._state.fork(count, at, labels, timeout))
+        branches = await self._driver.run(self._state.fork(count, at, lease, labels, timeout))
         return AsyncContextGroup(self._driver, [self._wrap(branch) for branch in branches])
 
     async def fork_one(
         self,
         *,
         at: int | None = None,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> "AsyncContextHandle":
         """Makes one branch; otherwise as `fork`."""
-        return (await self.fork(1, at=at, labels=labels, timeout=timeout))[0]
+        return (await self.fork(1, at=at, lease=lease, labels=labels, timeout=timeout))[0]
 
     async def extend(
         self,
@@ -218,6 +236,30 @@ class AsyncContextHandle(HandleBase):
         """
         return await self._driver.run(self._state.truncate(length, timeout))
 
+    async def update_lease(
+        self,
+        lease: Lease = NO_LEASE,
+        *,
+        recursive: bool = False,
+        timeout: float | None = None,
+    ) -> LeaseInfo:
+        """Asks for another lease, and returns what was granted; alone, renews what there is.
+
+        Args:
+            lease: A mode, or a mode with its options.
+            recursive: Whether everything forked from it gets the same; all or none.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequest: The time is one that no lease can have.
+            PoolExhausted: The pins would exceed the quota, and may not be reduced.
+        """
+        return await self._driver.run(self._state.update_lease(lease, recursive, timeout))
+
+    async def park(self, *, timeout: float | None = None) -> LeaseInfo:
+        """Lets the KV leave the device while a tool runs; the next call brings it back."""
+        return await self.update_lease(LeaseMode.PARK, timeout=timeout)
+
     async def release(self, *, recursive: bool = False, timeout: float | None = None) -> Released:
         """Releases the context; its branches live on. Releasing twice is fine.
 
@@ -226,6 +268,10 @@ class AsyncContextHandle(HandleBase):
             timeout: Seconds.
         """
         return await self._driver.run(self._state.release(recursive, timeout))
+
+    async def get_usage(self, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what this context has used since it was made: tokens, and memory over time."""
+        return await self._driver.run(self._state.session.usage_of(self.id, None, timeout))
 
     async def refresh(self, *, timeout: float | None = None) -> ContextInfo:
         """Asks how the context is, and takes over its length.

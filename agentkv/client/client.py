@@ -9,12 +9,15 @@ from agentkv.client.context_handle import ContextHandle
 from agentkv.client.drive import Driver
 from agentkv.client.grpc_transport import GrpcTransport
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, ChatTurn
+from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
 from agentkv.client.transport import Transport
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
+from agentkv.client.watch_state import WatchState
+from agentkv.client.watch_stream import WatchStream
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_TIMEOUT: Final = 120.0
@@ -71,6 +74,7 @@ class Client:
         token_ids: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         allow_special: bool = False,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         logprobs: bool = False,
         timeout: float | None = None,
@@ -83,6 +87,7 @@ class Client:
             token_ids: Token ids, taken as they are.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
+            lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
             logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
                 handle; cached tokens are run again for it.
@@ -90,7 +95,7 @@ class Client:
 
         Raises:
             InvalidRequest: The prompt is empty, too long, or none the model can take.
-            PoolExhausted: There are no blocks, no place in the queue, or too many contexts.
+            PoolExhausted: There are no blocks, no place in the queue, or too many contexts or pins.
         """
         operation = handle_state.create(
             self._session,
@@ -99,6 +104,7 @@ class Client:
             token_ids,
             add_generation_prompt,
             allow_special,
+            lease,
             labels,
             logprobs,
             timeout,
@@ -139,9 +145,31 @@ class Client:
             if not token:
                 return
 
+    def get_usage(self, root_id: str | None = None, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what all contexts of the caller have used, released ones too, and its quotas.
+
+        Args:
+            root_id: Tells it of this created context and what descends from it alone.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is no such tree, or it ended long ago.
+        """
+        return self._driver.run(self._session.usage_of(None, root_id, timeout))
+
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""
         return self._driver.run(self._session.server_info(timeout))
+
+    def watch(self, *, timeout: float | None = None) -> WatchStream:
+        """Starts to watch the caller's contexts, a snapshot first; returns the stream at once.
+
+        Args:
+            timeout: Seconds until it ends with DeadlineExceeded; None: never, and what the server
+                ends is watched again.
+        """
+        state = WatchState(self._session, self._driver.transport.stream, timeout)
+        return WatchStream(self._driver, state)
 
     def close(self) -> None:
         """Releases the contexts that are still owned, then disconnects. Closing twice is fine."""

@@ -11,9 +11,24 @@ from agentkv.client.generation import BranchesState, GenerateState
 from agentkv.client.handle_base import HandleBase
 from agentkv.client.handle_state import HandleState
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, Continuation, SamplingOptions
+from agentkv.client.messages import (
+    NO_LABELS,
+    NO_LEASE,
+    Continuation,
+    Lease,
+    SamplingOptions,
+)
 from agentkv.client.streams import BranchStream, GenerateStream
-from agentkv.client.values import Choice, ContextInfo, ContinuationScore, Extension, Released
+from agentkv.client.usage_info import UsageInfo
+from agentkv.client.values import (
+    Choice,
+    ContextInfo,
+    ContinuationScore,
+    Extension,
+    LeaseInfo,
+    LeaseMode,
+    Released,
+)
 
 
 class ContextHandle(HandleBase):
@@ -34,6 +49,7 @@ class ContextHandle(HandleBase):
         count: int = 1,
         *,
         at: int | None = None,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> ContextGroup:
@@ -42,25 +58,27 @@ class ContextHandle(HandleBase):
         Args:
             count: Number of branches, at least 1.
             at: Position to fork at, in [0, length]; None forks at the length.
+            lease: How firmly the branches' KV is kept; None: as this context's.
             labels: Labels of every branch.
             timeout: Seconds.
 
         Raises:
             InvalidRequest: `count` or `at` is out of range.
-            PoolExhausted: A limit of contexts or of depth is reached.
+            PoolExhausted: A limit of contexts, of depth or of pins is reached.
         """
-        branches = self._driver.run(self._state.fork(count, at, labels, timeout))
+        branches = self._driver.run(self._state.fork(count, at, lease, labels, timeout))
         return ContextGroup(self._driver, [self._wrap(branch) for branch in branches])
 
     def fork_one(
         self,
         *,
         at: int | None = None,
+        lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         timeout: float | None = None,
     ) -> "ContextHandle":
         """Makes one branch; otherwise as `fork`."""
-        return self.fork(1, at=at, labels=labels, timeout=timeout)[0]
+        return self.fork(1, at=at, lease=lease, labels=labels, timeout=timeout)[0]
 
     def extend(
         self,
@@ -212,6 +230,30 @@ class ContextHandle(HandleBase):
         """
         return self._driver.run(self._state.truncate(length, timeout))
 
+    def update_lease(
+        self,
+        lease: Lease = NO_LEASE,
+        *,
+        recursive: bool = False,
+        timeout: float | None = None,
+    ) -> LeaseInfo:
+        """Asks for another lease, and returns what was granted; alone, renews what there is.
+
+        Args:
+            lease: A mode, or a mode with its options.
+            recursive: Whether everything forked from it gets the same; all or none.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequest: The time is one that no lease can have.
+            PoolExhausted: The pins would exceed the quota, and may not be reduced.
+        """
+        return self._driver.run(self._state.update_lease(lease, recursive, timeout))
+
+    def park(self, *, timeout: float | None = None) -> LeaseInfo:
+        """Lets the KV leave the device while a tool runs; the next call brings it back."""
+        return self.update_lease(LeaseMode.PARK, timeout=timeout)
+
     def release(self, *, recursive: bool = False, timeout: float | None = None) -> Released:
         """Releases the context; its branches live on. Releasing twice is fine.
 
@@ -220,6 +262,10 @@ class ContextHandle(HandleBase):
             timeout: Seconds.
         """
         return self._driver.run(self._state.release(recursive, timeout))
+
+    def get_usage(self, *, timeout: float | None = None) -> UsageInfo:
+        """Tells what this context has used since it was made: tokens, and memory over time."""
+        return self._driver.run(self._state.session.usage_of(self.id, None, timeout))
 
     def refresh(self, *, timeout: float | None = None) -> ContextInfo:
         """Asks how the context is, and takes over its length.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.client import messages, replies
 from agentkv.client.lineage import Lineage
-from agentkv.client.messages import ChatTurn, Continuation
+from agentkv.client.messages import ChatTurn, Continuation, Lease
 from agentkv.client.operation import Call, Operation
 from agentkv.client.retry import Attempts
 from agentkv.client.session import Session
@@ -17,6 +17,7 @@ from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
     Extension,
+    LeaseInfo,
     Released,
     Usage,
 )
@@ -84,11 +85,16 @@ class HandleState:
         self.is_unsettled = False
 
     def fork(
-        self, count: int, at: int | None, labels: Mapping[str, str], timeout: float | None
+        self,
+        count: int,
+        at: int | None,
+        lease: Lease | None,
+        labels: Mapping[str, str],
+        timeout: float | None,
     ) -> Operation[list["HandleState"]]:
         """Forks, and keeps the branches in the lineage."""
         request_id = self.session.make_id()
-        request = messages.fork(self.id, count, at, labels, request_id)
+        request = messages.fork(self.id, count, at, lease, labels, request_id)
         attempts = self.session.attempts(timeout)
         reply = yield from self.session.send("Fork", request, attempts, request_id)
         self.session.see(reply)
@@ -143,6 +149,16 @@ class HandleState:
         self.session.see(reply)
         self.see(replies.context(reply.context))
         return self.info
+
+    def update_lease(
+        self, lease: Lease, recursive: bool, timeout: float | None
+    ) -> Operation[LeaseInfo]:
+        """Asks for another lease, or renews the one there is."""
+        request = messages.update_lease(self.id, lease, recursive=recursive)
+        reply = yield from self.session.send("UpdateLease", request, self.session.attempts(timeout))
+        self.session.see(reply)
+        self.info = replies.context(reply.context)  # not its length: a stream may be under way
+        return self.info.lease
 
     def score(
         self, continuations: Sequence[Continuation], allow_special: bool, timeout: float | None
@@ -211,6 +227,7 @@ def create(
     token_ids: Sequence[int] | None,
     add_generation_prompt: bool,
     allow_special: bool,
+    lease: Lease | None,
     labels: Mapping[str, str],
     logprobs: bool,
     timeout: float | None,
@@ -223,6 +240,7 @@ def create(
         token_ids,
         add_generation_prompt=add_generation_prompt,
         allow_special=allow_special,
+        lease=lease,
         labels=labels,
         request_id=request_id,
         logprobs=logprobs,

@@ -6,8 +6,10 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
+from agentkv.client import replies
+from agentkv.client.values import LeaseMode, LeaseOptions
 from agentkv.constraint import (
     Choices,
     Constraint,
@@ -25,6 +27,10 @@ ChatTurn = Mapping[str, str]
 """One turn of a conversation: `{"role": ..., "content": ...}`."""
 Continuation = str | Sequence[int]
 """Text, or token ids."""
+
+Lease = LeaseMode | LeaseOptions
+"""A mode, for the server's default time, or a mode with its options."""
+NO_LEASE: Final = LeaseOptions()
 
 NO_LABELS: Mapping[str, str] = {}
 
@@ -65,6 +71,7 @@ def create(
     *,
     add_generation_prompt: bool,
     allow_special: bool,
+    lease: Lease | None,
     labels: Mapping[str, str],
     request_id: str,
     logprobs: bool,
@@ -75,6 +82,7 @@ def create(
         request = pb.CreateRequest(
             messages=None if messages is None else _chat(messages, add_generation_prompt),
             token_ids=_ids(token_ids),
+            lease=_lease(lease),
             labels=labels,
             request_id=request_id,
             allow_special=allow_special,
@@ -86,12 +94,30 @@ def create(
 
 
 def fork(
-    context_id: str, count: int, at: int | None, labels: Mapping[str, str], request_id: str
+    context_id: str,
+    count: int,
+    at: int | None,
+    lease: Lease | None,
+    labels: Mapping[str, str],
+    request_id: str,
 ) -> pb.ForkRequest:
     """Builds a Fork request."""
     with _refusing_bad_values():
         return pb.ForkRequest(
-            context_id=context_id, count=count, at=at, labels=labels, request_id=request_id
+            context_id=context_id,
+            count=count,
+            at=at,
+            lease=_lease(lease),
+            labels=labels,
+            request_id=request_id,
+        )
+
+
+def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.UpdateLeaseRequest:
+    """Builds an UpdateLease request."""
+    with _refusing_bad_values():
+        return pb.UpdateLeaseRequest(
+            context_id=context_id, lease=_lease(lease), recursive=recursive
         )
 
 
@@ -181,6 +207,16 @@ def list_page(root_id: str | None, page_size: int | None, page_token: str) -> pb
         return pb.ListRequest(root_id=root_id, page_size=page_size, page_token=page_token)
 
 
+def get_usage(context_id: str | None, root_id: str | None) -> pb.GetUsageRequest:
+    """Builds a GetUsage request for one context, one tree, or neither: the whole tenant."""
+    with _refusing_bad_values():
+        if context_id is not None:
+            return pb.GetUsageRequest(context_id=context_id)
+        if root_id is not None:
+            return pb.GetUsageRequest(root_id=root_id)
+        return pb.GetUsageRequest()
+
+
 def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given: dict[str, Any] = dict(options)
     given.pop("constraint", None)
@@ -248,6 +284,23 @@ def _checked_text(text: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"text must be a str, not {type(text).__name__}; for ids use token_ids=.")
     return text
+
+
+def _lease(lease: Lease | None) -> pb.LeaseOptions | None:
+    if lease is None:
+        return None
+    options = LeaseOptions(lease) if isinstance(lease, LeaseMode) else lease
+    if options.mode is LeaseMode.UNKNOWN:
+        raise InvalidRequest(
+            "No lease can be asked for that this client does not know.",
+            violations={"lease.mode": "is not known to this client"},
+        )
+    modes = {mode: value for value, mode in replies.LEASE_MODES.items()}
+    return pb.LeaseOptions(
+        mode=pb.LEASE_MODE_UNSPECIFIED if options.mode is None else modes[options.mode],
+        ttl=options.ttl,
+        may_reduce=options.may_reduce,
+    )
 
 
 def _ids(token_ids: Sequence[int] | None) -> pb.TokenIds | None:

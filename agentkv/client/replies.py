@@ -11,15 +11,21 @@ from google.protobuf.message import Message
 from agentkv import status
 from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
     ContinuationScore,
+    LeaseInfo,
+    LeaseMode,
+    LeaseReduction,
     PoolInfo,
+    PressureLevel,
     Released,
     Residency,
     Usage,
 )
-from agentkv.errors import AgentKVError, InternalError, Reason
+from agentkv.client.watch_events import ChangeKind, ContextChange
+from agentkv.errors import AgentKVError, InternalError, PoolExhausted, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 
 if TYPE_CHECKING:
@@ -34,6 +40,44 @@ RESIDENCIES: Final = MappingProxyType(
         pb.RESIDENCY_NONE: Residency.NONE,
     }
 )
+LEASE_MODES: Final = MappingProxyType(
+    {
+        pb.LEASE_MODE_RETAIN: LeaseMode.RETAIN,
+        pb.LEASE_MODE_PIN: LeaseMode.PIN,
+        pb.LEASE_MODE_PARK: LeaseMode.PARK,
+        pb.LEASE_MODE_DROPPABLE: LeaseMode.DROPPABLE,
+    }
+)
+REDUCTIONS: Final = MappingProxyType(
+    {
+        pb.LEASE_REDUCTION_PIN_QUOTA: LeaseReduction.PIN_QUOTA,
+        pb.LEASE_REDUCTION_MAX_TTL: LeaseReduction.MAX_TTL,
+    }
+)
+PRESSURE_LEVELS: Final = MappingProxyType(
+    {
+        pb.PRESSURE_LEVEL_OK: PressureLevel.OK,
+        pb.PRESSURE_LEVEL_SOFT: PressureLevel.SOFT,
+        pb.PRESSURE_LEVEL_HARD: PressureLevel.HARD,
+    }
+)
+CHANGE_KINDS: Final = MappingProxyType(
+    {
+        pb.CHANGE_KIND_CREATED: ChangeKind.CREATED,
+        pb.CHANGE_KIND_FORKED: ChangeKind.FORKED,
+        pb.CHANGE_KIND_RELEASED: ChangeKind.RELEASED,
+        pb.CHANGE_KIND_RESIZED: ChangeKind.RESIZED,
+        pb.CHANGE_KIND_LEASED: ChangeKind.LEASED,
+        pb.CHANGE_KIND_EXPIRING: ChangeKind.EXPIRING,
+        pb.CHANGE_KIND_EXPIRED: ChangeKind.EXPIRED,
+        pb.CHANGE_KIND_EVICTED: ChangeKind.EVICTED,
+        pb.CHANGE_KIND_PARKED: ChangeKind.PARKED,
+        pb.CHANGE_KIND_RESTORED: ChangeKind.RESTORED,
+    }
+)
+TIERS: Final = MappingProxyType(
+    {pb.TIER_DEVICE: Tier.DEVICE, pb.TIER_HOST: Tier.HOST, pb.TIER_DISK: Tier.DISK}
+)
 FINISH_REASONS: Final = MappingProxyType(
     {
         pb.FINISH_REASON_STOP: FinishReason.STOP,
@@ -43,6 +87,19 @@ FINISH_REASONS: Final = MappingProxyType(
         pb.FINISH_REASON_TOOL_CALL: FinishReason.TOOL_CALL,
     }
 )
+
+
+def lease(message: pb.Lease) -> LeaseInfo:
+    """Reads the lease of a context."""
+    expires = message.HasField("expire_time")
+    return LeaseInfo(
+        mode=LEASE_MODES.get(message.mode, LeaseMode.UNKNOWN),
+        ttl=message.ttl,
+        expire_time=message.expire_time.ToDatetime(tzinfo=UTC) if expires else None,
+        reductions=tuple(
+            REDUCTIONS.get(reduction, LeaseReduction.UNKNOWN) for reduction in message.reductions
+        ),
+    )
 
 
 def context(message: pb.Context) -> ContextInfo:
@@ -64,6 +121,8 @@ def context(message: pb.Context) -> ContextInfo:
         num_children=message.num_children,
         labels=MappingProxyType(dict(message.labels)),
         create_time=message.create_time.ToDatetime(tzinfo=UTC),
+        reclaimable_blocks=message.reclaimable_blocks,
+        lease=lease(message.lease),
     )
 
 
@@ -74,7 +133,32 @@ def usage(message: pb.Usage) -> Usage:
 
 def pool(message: pb.Pool) -> PoolInfo:
     """Reads the numbers of the pool."""
-    return _copied(PoolInfo, message)
+    return PoolInfo(
+        total_blocks=message.total_blocks,
+        free_blocks=message.free_blocks,
+        live_blocks=message.live_blocks,
+        cached_blocks=message.cached_blocks,
+        pinned_blocks=message.pinned_blocks,
+        block_size=message.block_size,
+        used_slots=message.used_slots,
+        reclaimable_blocks=message.reclaimable_blocks,
+        level=PRESSURE_LEVELS.get(message.level, PressureLevel.UNKNOWN),
+    )
+
+
+def change(message: pb.WatchEvent) -> ContextChange:
+    """Reads what happened to a context."""
+    told = message.change
+    return ContextChange(
+        sequence=message.sequence,
+        kind=CHANGE_KINDS.get(told.kind, ChangeKind.UNKNOWN),
+        context_id=told.context_id,
+        parent_id=told.parent_id if told.HasField("parent_id") else None,
+        root_id=told.root_id,
+        fork_position=told.fork_position,
+        length=told.length,
+        lease=lease(told.lease),
+    )
 
 
 def released(message: pb.ReleaseResponse) -> Released:
@@ -110,7 +194,10 @@ def branch_error(message: pb.BranchError) -> AgentKVError:
     if message.reason not in Reason.__members__:  # a newer server's
         return InternalError(message.message, metadata={**metadata, "reason": message.reason})
     reason = Reason(message.reason)
-    return status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    error = status.TABLE[reason].error(message.message, reason=reason, metadata=metadata)
+    if isinstance(error, PoolExhausted) and message.HasField("retry_after"):
+        error.retry_after = message.retry_after
+    return error
 
 
 def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
@@ -123,6 +210,40 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),
         counters=_copied(CountersInfo, message.counters),
+    )
+
+
+def quotas(message: pb.Quotas) -> QuotaInfo:
+    """Reads a tenant's quotas."""
+    has_seconds = message.HasField("max_block_seconds")
+    return QuotaInfo(
+        blocks=message.blocks,
+        max_blocks=message.max_blocks if message.HasField("max_blocks") else None,
+        block_seconds=message.block_seconds,
+        max_block_seconds=message.max_block_seconds if has_seconds else None,
+        window=message.window,
+        contexts=message.contexts,
+        max_contexts=message.max_contexts,
+        max_depth=message.max_depth,
+        max_fan_out=message.max_fan_out if message.HasField("max_fan_out") else None,
+    )
+
+
+def usage_info(message: pb.GetUsageResponse) -> UsageInfo:
+    """Reads what was used."""
+    return UsageInfo(
+        bill=_copied(Bill, message.bill),
+        num_contexts=message.num_contexts,
+        quotas=quotas(message.quotas),
+        tiers=tuple(
+            TierUsage(
+                TIERS.get(item.tier, Tier.UNKNOWN),
+                item.taken_block_seconds,
+                item.held_block_seconds,
+                item.unheld_block_seconds,
+            )
+            for item in message.tiers
+        ),
     )
 
 

@@ -45,6 +45,14 @@ class LimitsInfo:
     """Seconds one call may take, whatever its deadline."""
     stall_timeout: float
     """Seconds a stream may go unread before it ends with SLOW_READER."""
+    default_lease_ttl: float
+    """Seconds without use after which a lease expires that names no time."""
+    max_lease_ttl: float
+    """Most seconds a lease may be asked for."""
+    max_pinned_blocks: int
+    """Blocks one tenant may pin."""
+    handle_retention: float
+    """Seconds without use after which a context is released, whatever its lease."""
 
 
 @dataclass(frozen=True, slots=True)

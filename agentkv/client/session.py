@@ -18,6 +18,7 @@ from agentkv.client.lineage import Lineage
 from agentkv.client.operation import Call, Deadline, Operation
 from agentkv.client.retry import NO_RETRY, Attempts, RetryPolicy
 from agentkv.client.server_info import ServerInfo
+from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Released, Usage
 from agentkv.errors import ContextLost, NotFound
 from agentkv.v1 import agentkv_pb2 as pb
@@ -98,6 +99,14 @@ class Session:
         request = messages.list_page(root_id, page_size, page_token)
         reply = yield from self.send("List", request, self.attempts(timeout))
         return [replies.context(item) for item in reply.contexts], reply.next_page_token
+
+    def usage_of(
+        self, context_id: str | None, root_id: str | None, timeout: float | None
+    ) -> Operation[UsageInfo]:
+        """Asks what a context, a tree, or else every context of the caller has used."""
+        request = messages.get_usage(context_id, root_id)
+        reply = yield from self.send("GetUsage", request, self.attempts(timeout))
+        return replies.usage_info(reply)
 
     def server_info(self, timeout: float | None) -> Operation[ServerInfo]:
         """Describes the server."""

@@ -63,6 +63,11 @@ class StreamState(ABC, Generic[EventT]):
         del attempts
         yield from ()
 
+    def reopen(self, attempts: Attempts) -> None:
+        """Begins once more, after an end that is none to the caller."""
+        self._attempts, self._rpc, self._has_message = attempts, None, False
+        self._is_over, self._failure = False, None
+
     def start(self) -> None:
         """Sends the call without waiting for anything."""
         self._open(self._attempts.remaining())

@@ -22,6 +22,70 @@ class Residency(StrEnum):
     """Tokens only; the next use recomputes all KV."""
 
 
+class LeaseMode(StrEnum):
+    """How firmly KV is kept while no request runs on its context."""
+
+    UNKNOWN = "unknown"
+    """A newer server names a mode this client does not know."""
+    RETAIN = "retain"
+    """While there is room: gives way to requests, least recently used first."""
+    PIN = "pin"
+    """On the device whatever the pressure; counts against a quota."""
+    PARK = "park"
+    """A tool is running: gives way before what is retained; ends with the next use."""
+    DROPPABLE = "droppable"
+    """Not counted on: the first to give way."""
+
+
+class LeaseReduction(StrEnum):
+    """Why less was granted than asked for."""
+
+    UNKNOWN = "unknown"
+    """A newer server names a cause this client does not know."""
+    PIN_QUOTA = "pin_quota"
+    """The pins are used up, or a pinned context outgrew them: it is retained, not pinned."""
+    MAX_TTL = "max_ttl"
+    """The time asked for was above the limit."""
+
+
+class PressureLevel(StrEnum):
+    """How hard it is to have a block."""
+
+    UNKNOWN = "unknown"
+    """A newer server names a level this client does not know."""
+    OK = "ok"
+    """Blocks are free, or cache that nobody counts on."""
+    SOFT = "soft"
+    """Most blocks are held by contexts: idle ones are about to give way."""
+    HARD = "hard"
+    """Most blocks are held by running requests and pins: what comes now may wait or be refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOptions:
+    """The lease a caller asks for."""
+
+    mode: LeaseMode | None = None
+    """None leaves it as it is; for a new context RETAIN, for a branch what its parent has."""
+    ttl: float | None = None
+    """Seconds without use after which it expires; None takes the server's default."""
+    may_reduce: bool = False
+    """Whether less is fine; without it, what cannot be granted fails the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """The lease that was granted."""
+
+    mode: LeaseMode
+    ttl: float
+    """Seconds without use after which it expires."""
+    expire_time: datetime | None
+    """When it expires unless the context is used, in UTC; None once it has."""
+    reductions: tuple[LeaseReduction, ...] = ()
+    """Why it is less than was asked for; empty when it is all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens that requests ran, reused and made."""
@@ -58,6 +122,9 @@ class PoolInfo:
     """Token positions per block."""
     used_slots: int
     """Token positions of live and cached blocks that hold a token's KV."""
+    reclaimable_blocks: int
+    """Blocks that give way to a request: cached ones, and those of idle contexts without a pin."""
+    level: PressureLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +160,9 @@ class ContextInfo:
     labels: Mapping[str, str]
     create_time: datetime
     """When it was made, by the server's clock, in UTC."""
+    reclaimable_blocks: int
+    """Blocks among private and shared ones that give way to requests as things are."""
+    lease: LeaseInfo
 
 
 @dataclass(frozen=True, slots=True)

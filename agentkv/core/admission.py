@@ -1,11 +1,15 @@
 """What a request can need, what there is, and who gives way.
 
-Under pressure, in this order: prefix cache goes; idle contexts give up KV, least recently used
-first, and recompute it at their next use; the youngest running request waits (`StepPlanner`);
+Under pressure, in this order: prefix cache goes; idle contexts give up KV (droppable and expired
+ones first, then parked ones, then the rest, each least recently used first) and recompute it at
+their next use; the youngest running request waits (`StepPlanner`);
 the request is refused with numbers. What is pinned never gives way.
 """
 
+import math
+
 from agentkv.core.block_writes import forgo_copy, plan_writes, settle
+from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
@@ -20,6 +24,7 @@ class Admission:
         self._store = store
         self._tree = store.tree
         self._queues = queues
+        self._quotas = store.quotas
         self._watermark = watermark
 
     def require_possible(self, request: Request) -> bool:
@@ -31,15 +36,42 @@ class Admission:
             Whether it was, and so lacks a few tokens more than before.
 
         Raises:
-            PoolExhausted: It could not: the pool is too small, or too much of it is pinned.
+            PoolExhausted: It could not: the pool or the tenant's quota is too small, or too much
+                of it is pinned; or the tenant has used up its block-seconds.
         """
-        need = self._num_needed(request)
-        lacking = need - self._room(request, Hold.PINNED)
+        need, tenant = self._num_needed(request), request.context.tenant
+        if need and self._quotas.is_spent(tenant):
+            raise self._quotas.refuse_spent(tenant, need)
+        lacking_quota = need - self._quota_room(request, Hold.PINNED)
+        lacking = max(need - self._room(request, Hold.PINNED), lacking_quota)
         if lacking <= 0:
             return False
         if lacking == 1 and forgo_copy(self._tree, request.context.tail):
             return True
+        if lacking_quota > 0:
+            raise self._over_quota(request, need)
         raise self._exhausted(request, need)
+
+    def waits_for_quota(self, request: Request) -> bool:
+        """Whether a waiting request needs blocks that other requests of its tenant have.
+
+        Others need not wait for it.
+        """
+        need, tenant = self._num_needed(request), request.context.tenant
+        promised = sum(
+            other.num_promised for other in self._queues.running if other.context.tenant == tenant
+        )
+        return need + promised > self._quota_room(request, Hold.FIRM)
+
+    def is_within_quota(self, request: Request, num_blocks: int) -> bool:
+        """Whether a request's tenant may hold `num_blocks` more now."""
+        if not num_blocks:
+            return True
+        tenant = request.context.tenant
+        limit = self._quotas.max_blocks(tenant)
+        if limit is not None and self._tree.root(tenant).held_below[Hold.KV] + num_blocks > limit:
+            return False
+        return not self._quotas.is_spent(tenant)
 
     def may_start(self, request: Request) -> bool:
         """Whether a waiting request's blocks can all be had now, beside what others were promised.
@@ -56,17 +88,40 @@ class Admission:
         request.num_promised = need
         return True
 
-    def make_room(self, num_blocks: int) -> bool:
-        """Frees blocks until `num_blocks` are free, by cache and idle contexts alone."""
+    def make_room(self, request: Request, num_blocks: int) -> bool:
+        """Makes `num_blocks` to be had for a request, by cache and idle contexts alone.
+
+        For a quota only idle contexts of the same tenant give way.
+        """
+        for context in self._idle(request.context.tenant):
+            if self.is_within_quota(request, num_blocks):
+                break
+            self._store.give_way(context)
+        if not self.is_within_quota(request, num_blocks):
+            return False
         if self._tree.evict(num_blocks):
             return True
-        idle = [context for context in self._store if context.hold is Hold.KV]
-        idle.sort(key=lambda context: (context.request is not None, context.last_used))
-        for context in idle:
-            self._store.set_hold(context, Hold.TOKENS)
+        for context in self._idle(None):
+            self._store.give_way(context)
             if self._tree.evict(num_blocks):
                 return True
         return False
+
+    def _idle(self, tenant: str | None) -> list[Context]:
+        """Lists idle contexts, of one tenant or all, in the order in which they give way."""
+        idle = [
+            context
+            for context in self._store
+            if context.hold is Hold.KV and tenant in (None, context.tenant)
+        ]
+        idle.sort(
+            key=lambda context: (
+                context.request is not None,
+                context.lease.firmness,
+                context.last_used,
+            )
+        )
+        return idle
 
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
@@ -80,12 +135,33 @@ class Admission:
 
     def _num_beside(self, request: Request, hold: Hold) -> int:
         """Blocks beside those held at this level or above, by this request's own path too."""
+        return self._tree.pool.num_blocks - self._held(request, hold, self._tree.residency.held)
+
+    def _quota_room(self, request: Request, hold: Hold) -> float:
+        """Blocks of its tenant's quota that a request may count on."""
+        limit = self._quotas.max_blocks(request.context.tenant)
+        if limit is None:
+            return math.inf
+        return limit - self._held(request, hold, request.context.tail.held_below)
+
+    def _held(self, request: Request, hold: Hold, held: list[int]) -> int:
+        """Reads a count of blocks held at a level, with this request's own path at that level."""
         context = request.context
         before = context.hold
         self._store.set_hold(context, max(before, hold))
-        held = self._tree.residency.held[hold]
+        count = held[hold]
         self._store.set_hold(context, before)
-        return self._tree.pool.num_blocks - held
+        return count
+
+    def _over_quota(self, request: Request, need: int) -> PoolExhausted:
+        path = self._tree.path(request.context.tail)
+        return self._quotas.refuse_blocks(
+            request.context.tenant,
+            need,
+            room=int(self._quota_room(request, Hold.KV)),
+            room_if_idle_gave_way=int(self._quota_room(request, Hold.FIRM)),
+            own=sum(segment.num_owned(self._tree.block_size) for segment in path),
+        )
 
     def _exhausted(self, request: Request, need: int) -> PoolExhausted:
         pool = self._tree.pool

@@ -4,10 +4,14 @@ A context knows its place in the tree and in the lineage; it does not know its h
 and changes nothing in the tree by itself.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentkv.core.bill import Bill
+from agentkv.core.lease import Lease, LeaseMode
+from agentkv.core.occupancy import Readings
 from agentkv.core.segment import Hold, Segment
 
 if TYPE_CHECKING:
@@ -37,8 +41,8 @@ class Context:
     """Committed tokens: the public state."""
     hold: Hold
     """How firmly its KV is kept now."""
-    idle_hold: Hold
-    """How firmly it is kept while no request runs on it."""
+    lease: Lease
+    """For how long, and how firmly, its KV is kept while no request runs on it."""
     create_time: float
     parent: "Context | None" = field(default=None, repr=False)
     """The context it was forked from; stays readable after that one's release."""
@@ -60,6 +64,27 @@ class Context:
     """Logical time of its last use; orders who gives way."""
     number: int = 0
     """Order of creation among the contexts of a store."""
+    is_hidden: bool = False
+    """Whether it is a scratch branch that no handle names."""
+    has_given_way: bool = False
+    """Whether its KV may have gone since the last request on it."""
+    use_time: float = 0.0
+    """When a caller last used it; its lease and its handle last from then."""
+    due_time: float = math.inf
+    """When its lease or its handle is looked at next, at the latest."""
+    is_claimed: bool = True
+    """Whether its creator has, or may have, heard of it."""
+    is_warned: bool = False
+    """Whether it was said that its lease is about to expire."""
+    bill: Bill = field(default_factory=Bill, repr=False)
+    """What it has used, but for what it holds since its readings; a hidden one's is its parent's.
+    """
+    readings: Readings = ()
+    """What its path's meters showed when it began to hold it, in each tier where it does."""
+    is_used: bool = False
+    """Whether a request has run on it."""
+    num_once_computed: int = 0
+    """Leading tokens that had KV at some time: to run them again is to recompute."""
 
     def region_at(self, position: int) -> Region | None:
         """Finds the region that a branch forked at a position, or cut to it, is in."""
@@ -70,4 +95,14 @@ class Context:
     @property
     def is_pinned(self) -> bool:
         """Whether its KV never gives way."""
-        return self.idle_hold is Hold.PINNED
+        return self.lease.mode is LeaseMode.PIN
+
+    @property
+    def idle_hold(self) -> Hold:
+        """How firmly it is kept while no request runs on it."""
+        return Hold.TOKENS if self.is_hidden else self.lease.hold
+
+    @property
+    def expire_time(self) -> float | None:
+        """When its lease expires if it is not used; None once it has expired."""
+        return None if self.lease.is_expired else self.use_time + self.lease.ttl

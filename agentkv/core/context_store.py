@@ -6,20 +6,26 @@ fact that one may be changing a context.
 
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LimitsConfig, QuotasConfig
+from agentkv.core.bill import Bill
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.lease import Lease
+from agentkv.core.ledger import Ledger
+from agentkv.core.quotas import Quotas
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, Residency
+from agentkv.core.watch import ChangeKind, WatchHub
 from agentkv.errors import (
     ContextBusy,
     ContextMoved,
     InvalidRequest,
     NotFound,
-    PoolExhausted,
     Reason,
 )
 
@@ -35,6 +41,14 @@ class ContextPage(NamedTuple):
     """Continues the list; empty at its end."""
 
 
+class _PathBlocks(NamedTuple):
+    private: int
+    """Held by this context alone."""
+    shared: int
+    reclaimable: int
+    """Those of both that no running request and no pin holds."""
+
+
 class ContextStore:
     """The contexts of all tenants.
 
@@ -42,8 +56,18 @@ class ContextStore:
     foreign handle answers exactly like an unknown one; fork and truncate take no block.
     """
 
-    def __init__(self, tree: ContextTree, limits: LimitsConfig, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        tree: ContextTree,
+        limits: LimitsConfig,
+        new_id: Callable[[], str],
+        quotas: QuotasConfig | None = None,
+    ) -> None:
         self.tree = tree
+        self.hub = WatchHub()
+        """Those who watch, told of whatever happens here."""
+        self.ledger = Ledger(tree.residency.occupancies, max_ended_trees=limits.max_ended_trees)
+        self.quotas = Quotas(quotas or QuotasConfig(), limits, tree)
         self._limits = limits
         self._new_id = new_id
         self._contexts: dict[str, Context] = {}
@@ -96,7 +120,7 @@ class ContextStore:
         tenant: str,
         tokens: Sequence[int],
         *,
-        pinned: bool,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> Context:
@@ -106,11 +130,13 @@ class ContextStore:
             PoolExhausted: The tenant holds as many contexts as it may.
         """
         self._admit(tenant, 1)
-        hold = Hold.PINNED if pinned else Hold.KV
-        tail, _ = self.tree.open(tenant, array("I", tokens), hold)
-        context = Context(self._new_id(), tenant, tail, 0, hold, hold, now, labels=dict(labels))
+        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold)
+        context = Context(
+            self._new_id(), tenant, tail, 0, lease.hold, lease, now, labels=dict(labels)
+        )
         context.root_id = context.id
-        self._add(context)
+        self.ledger.begin(context)
+        self._add(context, ChangeKind.CREATED)
         return context
 
     def fork(
@@ -119,6 +145,7 @@ class ContextStore:
         *,
         count: int,
         at: int | None,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> list[Context]:
@@ -138,25 +165,25 @@ class ContextStore:
             )
         position = parent.length if at is None else at
         _check_position(position, parent.length)
-        if parent.depth >= limits.max_depth:
-            raise PoolExhausted(
-                f"A context may descend from at most {limits.max_depth} forks.",
-                reason=Reason.TENANT_QUOTA,
-                metadata={"quota": "depth", "limit": limits.max_depth},
-            )
+        self.quotas.require_branches(parent.tenant, parent.depth, len(parent.children), count)
         self._admit(parent.tenant, count)
-        children = self._branch(parent, count, position, parent.idle_hold, dict(labels), now)
+        children = self._branch(parent, count, position, lease.hold, lease, dict(labels), now)
         for child in children:
             parent.children[child] = None
-            self._add(child)
+            self._add(child, ChangeKind.FORKED)
         return children
 
     def fork_hidden(self, parent: Context, count: int) -> list[Context]:
         """Makes branches at the head that no handle names, to be released by the caller.
 
-        They keep no KV of their own while nothing runs on them.
+        They keep no KV of their own while nothing runs on them; what they use is their parent's.
         """
-        children = self._branch(parent, count, parent.length, Hold.TOKENS, {}, parent.create_time)
+        children = self._branch(
+            parent, count, parent.length, Hold.TOKENS, parent.lease, {}, parent.create_time
+        )
+        for child in children:
+            child.is_hidden = True
+            child.bill = parent.bill
         self._hidden.update(children)
         return children
 
@@ -178,18 +205,35 @@ class ContextStore:
         """
         _check_position(length, context.length)
         context.region = context.region_at(length)
+        self.ledger.end(context)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
+        self.ledger.begin(context)
+        context.num_once_computed = min(context.num_once_computed, length)
+        if length != context.length:
+            self.set_length(context, length)
+
+    def set_length(self, context: Context, length: int) -> None:
+        """Commits the tokens of a context's path up to a length, and no more."""
         context.length = length
+        self.hub.tell(ChangeKind.RESIZED, context)
 
     def release(self, context: Context) -> None:
         """Forgets a context; its blocks go where nothing else holds them. Children live on."""
         assert context.request is None and not context.is_released
+        self.ledger.end(context)
         self.tree.detach(context.tail, context.hold)
         context.tail = self.tree.root(context.tenant)  # its children keep it, not its tokens
         context.is_released = True
         if context in self._hidden:
             self._hidden.remove(context)
+            if context.parent is not None and context.parent.is_released:
+                self.ledger.close_hidden(context)
             return
+        self.hub.tell(ChangeKind.RELEASED, context)
+        self.ledger.close(context)
+        for hidden in self._hidden:  # they outlive the bill they shared
+            if hidden.parent is context:
+                hidden.bill = Bill()
         del self._contexts[context.id]
         self._num_per_tenant[context.tenant] -= 1
         if context.parent is not None:
@@ -208,14 +252,43 @@ class ContextStore:
 
     def set_hold(self, context: Context, hold: Hold) -> None:
         """Changes how firmly a context's KV is kept."""
+        is_moved = (context.hold < Hold.KV) != (hold < Hold.KV)
+        if is_moved:
+            self.ledger.end(context)
         self.tree.rehold(context.tail, context.hold, hold)
         context.hold = hold
+        if is_moved:
+            self.ledger.begin(context)
+
+    def set_lease(self, context: Context, lease: Lease) -> None:
+        """Gives a context a lease, which its hold follows at once."""
+        was_pinned = context.is_pinned
+        context.lease = lease
+        if lease.hold is Hold.PINNED or context.request is None:
+            self.set_hold(context, context.idle_hold)
+        elif was_pinned:  # its request goes on as any other does
+            self.set_hold(context, Hold.FIRM if context.request.is_running else Hold.KV)
+
+    def give_way(self, context: Context) -> None:
+        """Lets a context's KV go as soon as somebody needs the room; its tokens stay."""
+        self.set_hold(context, Hold.TOKENS)
+        if not context.has_given_way:
+            context.has_given_way = True
+            self.hub.tell(ChangeKind.EVICTED, context)
+
+    def settle(self, context: Context) -> None:
+        """Keeps a context as its lease says once no request runs on it."""
+        self.set_hold(context, context.idle_hold)
+        self.touch(context)
+        if context.has_given_way and self.tree.num_computed(context.tail) >= context.length - 1:
+            context.has_given_way = False
+            self.hub.tell(ChangeKind.RESTORED, context)
 
     def view(self, context: Context) -> ContextView:
         """Describes a context at its committed length."""
         tree = self.tree
         num_computed = min(tree.num_computed(context.tail), context.length)
-        private, shared = self._num_blocks(context)
+        private, shared, reclaimable = self._num_blocks(context)
         parent_id = None if context.parent is None else context.parent.id
         return ContextView(
             id=context.id,
@@ -227,8 +300,10 @@ class ContextStore:
             num_computed=num_computed,
             private_blocks=private,
             shared_blocks=shared,
+            reclaimable_blocks=reclaimable,
             residency=_residency(num_computed, context.length),
-            pinned=context.is_pinned,
+            lease=context.lease,
+            expire_time=context.expire_time,
             has_head_logits=context.request is None and context.tail in tree.heads,
             is_busy=context.request is not None,
             num_children=len(context.children),
@@ -256,6 +331,31 @@ class ContextStore:
         views = tuple(self.view(context) for context in page)
         return ContextPage(views, str(page[-1].number) if len(listed) > page_size else "")
 
+    def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what one context, one tree or else the whole tenant has used until now.
+
+        Raises:
+            NotFound: No such context or tree, or another tenant's.
+        """
+        if context_id is not None:
+            context = self.get(tenant, context_id)
+            hidden = [other for other in self._hidden if other.bill is context.bill]
+            bill, count = self.ledger.of_contexts([context, *hidden]), 1
+            return self._usage_view(tenant, bill, count)
+        covered = [
+            context
+            for context in (*self, *self._hidden)
+            if context.tenant == tenant and (root_id is None or context.root_id == root_id)
+        ]
+        if root_id is None:
+            bill = self.ledger.of_tenant(tenant, covered)
+        else:
+            bill = self.ledger.of_tree(tenant, root_id, covered)
+        count = sum(context not in self._hidden for context in covered)
+        return self._usage_view(tenant, bill, count)
+
     def check(self) -> None:
         """Asserts that contexts and tree agree."""
         tails: dict[object, int] = {}
@@ -266,6 +366,15 @@ class ContextStore:
             tails[context.tail] = tails.get(context.tail, 0) + 1
         for segment in self.tree:
             assert segment.num_contexts == tails.get(segment, 0), "a tail is miscounted"
+        for occupancy in self.tree.residency.occupancies:
+            holders = Counter(
+                segment
+                for context in (*self, *self._hidden)
+                if context.hold >= occupancy.level
+                for segment in self.tree.path(context.tail)
+            )
+            for segment in self.tree:
+                assert occupancy.num_holders(segment) == holders[segment], "a holder is miscounted"
         self.tree.check()
 
     def _branch(
@@ -274,12 +383,14 @@ class ContextStore:
         count: int,
         position: int,
         hold: Hold,
+        lease: Lease,
         labels: Mapping[str, str],
         now: float,
     ) -> list[Context]:
         tail = self.tree.fork(parent.tail, position)
-        self.tree.attach(tail, hold, count)
+        readings = self.tree.attach(tail, hold, count)
         first_ordinal = parent.ordinal * _ORDINAL_STEP + 1
+        num_once_computed = min(position, parent.num_once_computed)
         return [
             Context(
                 self._new_id(),
@@ -287,7 +398,7 @@ class ContextStore:
                 tail,
                 position,
                 hold,
-                hold,
+                lease,
                 now,
                 parent,
                 position,
@@ -296,35 +407,43 @@ class ContextStore:
                 parent.root_id,
                 labels,
                 region=parent.region_at(position),
+                readings=readings,
+                num_once_computed=num_once_computed,
             )
             for number in range(count)
         ]
 
-    def _num_blocks(self, context: Context) -> tuple[int, int]:
-        """Counts the blocks that only this context holds, and the others of its path."""
-        private = shared = 0
-        is_private = True
-        for segment in reversed(self.tree.path(context.tail)):
+    def views(self, tenant: str) -> list[ContextView]:
+        """Describes all contexts of a tenant, parents before their children."""
+        return [self.view(context) for context in self if context.tenant == tenant]
+
+    def _num_blocks(self, context: Context) -> _PathBlocks:
+        """Counts the blocks of a path by who else counts on them."""
+        private = shared = reclaimable = 0
+        is_private, size, segment = True, self.tree.block_size, context.tail
+        while segment.parent is not None:
             is_private = is_private and segment.holds[Hold.TOKENS] == 1
-            owned = segment.num_owned(self.tree.block_size)
+            owned = segment.num_owned(size)
             private += owned if is_private else 0
             shared += 0 if is_private else owned
-        return private, shared
+            reclaimable += 0 if segment.holds[Hold.FIRM] else owned
+            segment = segment.parent
+        return _PathBlocks(private, shared, reclaimable)
+
+    def _usage_view(self, tenant: str, bill: Bill, num_contexts: int) -> UsageView:
+        held = self._num_per_tenant.get(tenant, 0)
+        quotas = self.quotas.view(tenant, held)
+        return UsageView(bill, num_contexts, self.ledger.tiers(), quotas)
 
     def _admit(self, tenant: str, count: int) -> None:
-        held, limit = self._num_per_tenant.get(tenant, 0), self._limits.max_contexts
-        if held + count > limit:
-            raise PoolExhausted(
-                f"{count} more contexts would exceed the limit of {limit}; {held} are held. "
-                "Release some first.",
-                reason=Reason.TENANT_QUOTA,
-                metadata={"quota": "contexts", "limit": limit, "held": held, "need": count},
-            )
+        self.quotas.require_contexts(tenant, self._num_per_tenant.get(tenant, 0), count)
 
-    def _add(self, context: Context) -> None:
+    def _add(self, context: Context, kind: ChangeKind) -> None:
         context.number = next(self._numbers)
+        self.ledger.add(context)
         self._contexts[context.id] = context
         self._num_per_tenant[context.tenant] = self._num_per_tenant.get(context.tenant, 0) + 1
+        self.hub.tell(kind, context)
 
 
 def _number_of(page_token: str) -> int:

@@ -17,6 +17,7 @@ from itertools import count, pairwise
 from agentkv.core import prefix_match
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.head_logits import KEPT_HEADS, HeadLogits
+from agentkv.core.occupancy import Readings
 from agentkv.core.residency import Residency
 from agentkv.core.segment import Hold, Segment
 
@@ -83,7 +84,11 @@ class ContextTree:
             return tail
         child = Segment(next(self._ids), tail.end, array("I", tokens), tail)
         tail.children[child] = None
-        self.attach(child, hold)
+        child.num_contexts = 1
+        self.residency.hold(child, Hold.TOKENS, hold)
+        for occupancy in self.residency.occupancies:
+            if hold >= occupancy.level:
+                occupancy.begin(child)
         tail.num_contexts -= 1
         self.residency.unhold(tail, Hold.TOKENS, hold)
         return child
@@ -96,15 +101,30 @@ class ContextTree:
             self.detach(tail, hold)
         return target
 
-    def attach(self, tail: Segment, hold: Hold, count: int = 1) -> None:
-        """Lets `count` more contexts end here, each held at this level."""
-        if count:
-            tail.num_contexts += count
-            self.residency.hold(tail, Hold.TOKENS, hold, count)
+    def attach(self, tail: Segment, hold: Hold, count: int = 1) -> Readings:
+        """Lets `count` more contexts end here, each held at this level.
+
+        Returns:
+            What their bills begin with.
+        """
+        if not count:
+            return ()
+        tail.num_contexts += count
+        self.residency.hold(tail, Hold.TOKENS, hold, count)
+        return tuple(
+            [
+                (occupancy.tier, occupancy.hold(tail, count))
+                for occupancy in self.residency.occupancies
+                if hold >= occupancy.level
+            ]
+        )
 
     def detach(self, tail: Segment, hold: Hold) -> None:
         """Lets go of one context's path: what nobody holds becomes prefix cache or is freed."""
         self.touch(tail)
+        for occupancy in self.residency.occupancies:
+            if hold >= occupancy.level:
+                occupancy.let_go(tail)
         tail.num_contexts -= 1
         self.residency.unhold(tail, Hold.TOKENS, hold)
         self._retire(tail)
@@ -115,6 +135,11 @@ class ContextTree:
             self.residency.hold(tail, Hold(old + 1), new)
         elif new < old:
             self.residency.unhold(tail, Hold(new + 1), old)
+        for occupancy in self.residency.occupancies:
+            if old < occupancy.level <= new:
+                occupancy.hold(tail)
+            elif new < occupancy.level <= old:
+                occupancy.let_go(tail)
 
     def touch(self, tail: Segment) -> int:
         """Makes this path the most recently used; returns the logical time."""
@@ -187,6 +212,18 @@ class ContextTree:
             computed, node = node.num_computed, node.parent
         return computed
 
+    def num_blocks_at(self, key: Hashable, level: Hold) -> int:
+        """Counts the blocks that paths held at a level take below one root, once all is computed.
+
+        What they share counts once. Costs a walk over those paths.
+        """
+        size, count, nodes = self.block_size, 0, [self.root(key)]
+        while nodes:
+            node = nodes.pop()
+            count += -(-node.end // size) + -node.start // size  # a cut block is the upper part's
+            nodes.extend(child for child in node.children if child.holds[level])
+        return count
+
     def __iter__(self) -> Iterator[Segment]:
         """Walks all segments but the roots, parents before children."""
         for root in self._roots.values():
@@ -234,6 +271,8 @@ class ContextTree:
         segment.parent = upper
         del parent.children[segment]
         parent.children[upper] = None
+        for occupancy in self.residency.occupancies:
+            occupancy.split(upper, segment)
         for part in (upper, segment):
             prefix_match.index(part, size)
         self.residency.offer(upper)
@@ -264,6 +303,8 @@ class ContextTree:
         del parent.children[segment]
         parent.children[child] = None
         child.parent = parent
+        for occupancy in self.residency.occupancies:
+            occupancy.join(segment, child)
         self.heads.drop(segment)
         prefix_match.index(child, self.block_size)
         self.residency.offer(child)
@@ -291,6 +332,8 @@ class ContextTree:
         for level in Hold:
             if segment.holds[level]:
                 self.residency.hold(above, level, level)
+        for occupancy in self.residency.occupancies:
+            occupancy.rehang(segment, above)
         del old.children[segment]
         above.children[segment] = None
         segment.parent = above
@@ -369,7 +412,12 @@ class ContextTree:
                     held[level] += segment.num_owned(self.block_size)
         assert counts == [self.pool.count(block_id) for block_id in range(len(counts))]
         assert held == self.residency.held, "blocks held per level drifted"
+        for level in Hold:
+            below = sum(root.held_below[level] for root in self._roots.values())
+            assert held[level] == below, "blocks held per root drifted"
         assert used_slots == self.residency.used_slots, "used slots drifted"
+        for occupancy in self.residency.occupancies:
+            occupancy.check(self, self.residency.held[occupancy.level])
         for root in self._roots.values():
             assert len(root.tokens) == 0 and not root.blocks and root.start == 0
 

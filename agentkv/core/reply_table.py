@@ -67,6 +67,10 @@ class ReplyTable:
         while len(self._replies) > self._capacity:
             self._replies.popitem(last=False)
 
+    def holds(self, answer: object) -> bool:
+        """Whether a repeat of some call would get this very answer; costs a look at all."""
+        return any(reply.answer is answer for reply in self._replies.values())
+
     def _expire(self, now: float) -> None:
         while self._replies:
             key, reply = next(iter(self._replies.items()))

@@ -81,6 +81,11 @@ class Request:
     """Of the scored tokens so far."""
 
     @property
+    def is_running(self) -> bool:
+        """Whether it is among those that steps compute."""
+        return self.status is RequestStatus.RUNNING
+
+    @property
     def usage(self) -> Usage:
         """Tokens run, reused and made so far."""
         return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)

@@ -7,6 +7,7 @@ evicted, and does not change the shape of the tree.
 import heapq
 
 from agentkv.core.block_pool import BlockPool
+from agentkv.core.occupancy import Occupancy, Tier
 from agentkv.core.segment import Hold, Segment
 
 
@@ -14,7 +15,8 @@ class Residency:
     """Holds, block counts per level, and the evictable leaves of one pool.
 
     Invariants: `held[level]` is the number of blocks whose topmost lister is held at that level;
-    whatever is not held at `Hold.KV` can be reached by evicting leaf after leaf.
+    a segment's `held_below` is the same of its root alone; whatever is not held at `Hold.KV` can
+    be reached by evicting leaf after leaf.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -23,6 +25,10 @@ class Residency:
         self.held = [0] * len(Hold)
         self.used_slots = 0
         """Slots of allocated blocks that hold a token's KV, copies counted each."""
+        self.occupancies = (
+            Occupancy(Tier.DEVICE, pool, Hold.KV, lambda segment: segment.num_owned(block_size)),
+        )
+        """Who pays for what is held, by tier."""
         self._leaves: list[tuple[int, int, Segment]] = []
 
     @property
@@ -40,7 +46,7 @@ class Residency:
                 node.holds[level] = before + added
                 if before:
                     break
-                self.held[level] += node.num_owned(self.block_size)
+                self._count(node, level, node.num_owned(self.block_size))
                 node, added = node.parent, 1
 
     def unhold(self, segment: Segment, low: Hold, high: Hold) -> None:
@@ -52,7 +58,7 @@ class Residency:
                 node.holds[level] -= 1
                 if node.holds[level]:
                     break
-                self.held[level] -= node.num_owned(self.block_size)
+                self._count(node, level, -node.num_owned(self.block_size))
                 if level == Hold.KV:
                     self.offer(node)
                 node = node.parent
@@ -99,12 +105,18 @@ class Residency:
     def _may_go(self, segment: Segment) -> bool:
         return bool(segment.blocks) and not segment.holds[Hold.KV] and not segment.num_kv_children
 
+    def _count(self, segment: Segment, level: int, change: int) -> None:
+        self.held[level] += change
+        segment.held_below[level] += change
+
     def _resize(self, segment: Segment, blocks: list[int]) -> None:
         before, had_kv = segment.num_owned(self.block_size), bool(segment.blocks)
         segment.set_blocks(blocks)
+        for occupancy in self.occupancies:
+            occupancy.resize(segment)
         change = segment.num_owned(self.block_size) - before
         for level in Hold:
             if segment.holds[level]:
-                self.held[level] += change
+                self._count(segment, level, change)
         if segment.parent is not None:
             segment.parent.num_kv_children += bool(blocks) - had_kv

@@ -42,7 +42,9 @@ class Scheduler:
 
     def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
         self.queues = RequestQueues(store)
+        self._store = store
         self._tree = store.tree
+        self._ledger = store.ledger
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
@@ -82,6 +84,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """Plans a step; None when there is nothing to do or to say."""
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
+        planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
@@ -101,6 +104,7 @@ class Scheduler:
         for work in step.works:
             commit_writes(self._tree, work.request.context.tail, work.upto)
             work.request.computed_tokens += work.num_rows
+            self._count(work)
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
         events = []
@@ -109,7 +113,8 @@ class Scheduler:
             if work.samples:
                 events.append(self._commit_sampled(work.request, next(samples)))
             elif work.request.params is None and work.upto == work.request.target:
-                work.request.context.length = work.request.context.tail.end
+                context = work.request.context
+                self._store.set_length(context, context.tail.end)
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -131,6 +136,11 @@ class Scheduler:
             )
             events.append(Event(work.request, finish=FinishReason.ERROR, error=error))
         return events
+
+    def _count(self, work: Work) -> None:
+        context = work.request.context
+        self._ledger.count_reuse(context, work.request.cached_tokens or 0)
+        self._ledger.count_rows(context, work.first, work.upto, len(work.copies))
 
     def _record_scores(self, work: Work, logprobs: list[float]) -> None:
         request = work.request
@@ -174,8 +184,9 @@ class Scheduler:
         context, params, matcher = request.context, request.params, request.matcher
         assert params is not None
         context.tail = self._tree.append(context.tail, tokens, context.hold)
-        context.length += len(tokens)
+        self._store.set_length(context, context.length + len(tokens))
         request.generated_tokens += len(tokens)
+        context.bill.generated_tokens += len(tokens)
         if request.counter is not None:
             for token in tokens:
                 request.counter.add(token)

@@ -40,6 +40,7 @@ class Segment:
         "_block_ids",
         "blocks",
         "children",
+        "held_below",
         "holds",
         "id",
         "index",
@@ -49,6 +50,7 @@ class Segment:
         "num_contexts",
         "num_kv_children",
         "parent",
+        "root",
         "start",
         "tokens",
     )
@@ -58,6 +60,7 @@ class Segment:
         self.start = start
         self.tokens = tokens
         self.parent = parent
+        self.root: Segment = self if parent is None else parent.root
         self.children: dict[Segment, None] = {}
         self.blocks: list[int] = []
         self.num_computed = start
@@ -65,6 +68,8 @@ class Segment:
         """Contexts whose tail this is."""
         self.holds = [0] * len(Hold)
         """Per level: contexts here, and children that are held, at that level or above."""
+        self.held_below: list[int] = [0] * len(Hold) if parent is None else parent.held_below
+        """Per level: blocks held below this root; one list for all its segments."""
         self.num_kv_children = 0
         """Children that have KV."""
         self.last_used = 0

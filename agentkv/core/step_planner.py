@@ -1,8 +1,12 @@
 """Plans one step: which rows of which request, on which blocks.
 
 Decode rows come first in the budget, so that a prompt never keeps a running branch from its next
-token; what is left goes to chunks, oldest request first, then to requests that wait.
+token; what is left goes to chunks and to requests that wait, in fair order over tenants and their
+trees. Blocks are taken oldest request first, and only younger ones give way: so the oldest always
+ends, and with it, one after the other, all.
 """
+
+from collections.abc import Sequence
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
@@ -36,33 +40,117 @@ class StepPlanner:
         self._admission = admission
         self._config = config
         self._writers: list[Work] = []
-        num_decodes = sum(self._num_missing(request) <= 1 for request in queues.running)
-        self._chunk_budget = max(0, config.token_budget - num_decodes)
+        self._max_running = min(config.max_running, config.token_budget)
+        self._chunk_budget = 0
+
+    def make_way(self) -> None:
+        """Lets a tenant that has nothing running begin, if another one has more than one.
+
+        The youngest of who has most give way. A tenant's only request never does, and neither does
+        the oldest request of all, so this cannot go round in circles: a request that was let in
+        here runs until an older one needs its blocks, and then there are fewer of those.
+        """
+        queues = self._queues
+        if not queues.running:
+            return  # nobody is in the way
+        request = queues.fair.next(lambda tenant: tenant in queues.num_running_of)
+        if request is None or request.context.tenant in queues.num_running_of:
+            return
+        if not self._is_possible(request) or self._admission.waits_for_quota(request):
+            return
+        while not (self._has_place() and self._admission.may_start(request)):
+            victim = self._youngest_of_most()
+            if victim is None:
+                return
+            queues.preempt(victim)
+        queues.start(request)
 
     def place_running(self) -> None:
         """Gives rows to the requests that run already, oldest first."""
-        for request in list(self._queues.running):
-            if request.status is RequestStatus.RUNNING:  # an older one may have preempted it
-                self._place(request)
+        running = list(self._queues.running)
+        allotted = self._allot(running)
+        for request in running:
+            if request.is_running:  # an older one may have preempted it
+                self._place(request, allotted[request])
 
     def admit_waiting(self) -> None:
-        """Starts waiting requests in order of arrival while blocks and budget allow."""
-        queues = self._queues
-        max_running = min(self._config.max_running, self._config.token_budget)
-        while queues.waiting and len(queues.running) < max_running and self._chunk_budget > 0:
-            request = queues.waiting[0]
-            try:
-                self._admission.require_possible(request)
-            except PoolExhausted as error:
-                self._refuse(request, error)
-                continue
-            if not self._admission.may_start(request):
-                return
-            queues.start(request)
-            self._chunk_budget -= self._num_missing(request) <= 1
-            self._place(request)
+        """Starts waiting requests in fair order while blocks and budget allow.
 
-    def _place(self, request: Request) -> None:
+        Siblings follow the first of them, so that they share its rows and its steps. While others
+        wait, nobody gets more than its share of the places.
+        """
+        fair = self._queues.fair
+        short_of_quota: set[str] = set()  # what they wait for is their own: nobody waits with them
+        while self._has_place() and self._chunk_budget > 0:
+            request = fair.next(self._has_its_share, short_of_quota)
+            if request is None:
+                return
+            if self._is_possible(request) and self._admission.waits_for_quota(request):
+                short_of_quota.add(request.context.tenant)
+                continue
+            if not self._admit(request):
+                return
+            for sibling in fair.siblings(request):
+                is_in_share = not self._has_its_share(request.context.tenant)
+                if not (is_in_share and self._has_place() and self._admit(sibling)):
+                    break
+
+    def _has_its_share(self, tenant: str) -> bool:
+        """Whether a tenant runs as many requests as each could if all had the same number."""
+        share = self._max_running // max(1, self._queues.fair.num_tenants)
+        return self._queues.num_running_of[tenant] >= max(1, share)
+
+    def _admit(self, request: Request) -> bool:
+        """Starts a request, or refuses it for good; returns False if it has to wait."""
+        try:
+            self._admission.require_possible(request)
+        except PoolExhausted as error:
+            self._refuse(request, error)
+            return True
+        if self._admission.waits_for_quota(request) or not self._admission.may_start(request):
+            return False
+        self._queues.start(request)
+        num_works = len(self.works)
+        self._place(request, self._chunk_budget)
+        self._chunk_budget -= sum(max(1, work.num_rows) for work in self.works[num_works:])
+        return request.status is not RequestStatus.WAITING  # it may have found its blocks taken
+
+    def _allot(self, running: Sequence[Request]) -> dict[Request, int]:
+        """Divides the rows of a step: one for each that decodes, chunks for the rest in fair order.
+
+        Returns:
+            Most rows of each request that runs; what is left is the budget of those that wait.
+        """
+        missing = {request: self._num_missing(request) for request in running}
+        allotted = {request: 1 for request, count in missing.items() if count <= 1}
+        budget = max(0, self._config.token_budget - len(allotted))
+        wanting = [request for request in running if request not in allotted]
+        first = self._queues.fair.next()
+        # Rows kept for one that cannot start would keep those from ending for whom it waits.
+        if first is not None and self._has_place() and self._admission.may_start(first):
+            missing[first] = self._num_missing(first)
+            wanting.append(first)
+        for request in sorted(wanting, key=self._queues.fair.key):
+            num_rows = min(missing[request], self._config.chunk_size, budget)
+            if request is first:
+                self._chunk_budget = num_rows  # left for it
+            else:
+                allotted[request] = num_rows
+            budget -= num_rows
+        self._chunk_budget += budget
+        return allotted
+
+    def _is_possible(self, request: Request) -> bool:
+        try:
+            self._admission.require_possible(request)
+        except PoolExhausted:
+            return False  # admission refuses it in its turn
+        return True
+
+    def _has_place(self) -> bool:
+        return len(self._queues.running) < self._max_running
+
+    def _place(self, request: Request, max_rows: int) -> None:
         tail = request.context.tail
         sibling = self._sibling(tail)
         if sibling is not None:
@@ -73,8 +161,7 @@ class StepPlanner:
         first = self._first_row(request)
         num_rows = request.target - first
         if num_rows > 1:
-            num_rows = min(num_rows, self._config.chunk_size, self._chunk_budget)
-            self._chunk_budget -= num_rows
+            num_rows = min(num_rows, self._config.chunk_size, max_rows)
             if num_rows == 0:
                 return
         writes = self._reserve(request, first + num_rows)
@@ -95,6 +182,7 @@ class StepPlanner:
         )
         if work.num_rows:
             self._writers.append(work)
+        self._queues.fair.charge(request, max(1, work.num_rows))
         request.num_promised -= min(request.num_promised, num_blocks)
         if is_complete:
             request.num_promised = 0
@@ -106,31 +194,55 @@ class StepPlanner:
         """Plans the writes of a request and makes room for them; None when it has to wait."""
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
-            if writes.num_blocks <= self._tree.pool.num_free:
+            has_free = writes.num_blocks <= self._tree.pool.num_free
+            if has_free and self._admission.is_within_quota(request, writes.num_blocks):
                 return writes
-            if self._admission.make_room(writes.num_blocks):
+            if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
                 return None
-            victim = self._youngest_after(request) or request
+            victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
                 return None
 
-    def _youngest_after(self, request: Request) -> Request | None:
-        """Finds the youngest running request that can give way to this one in this step."""
+    def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
+        """Finds who of the younger running requests gives way to this one in this step.
+
+        The youngest, of the tenant that has most running; where only a quota is short, one of the
+        same tenant.
+        """
+        tenant = request.context.tenant
         placed = {work.request for work in self.works}
-        younger = (
+        queues = self._queues
+        younger = [
             other
-            for other in reversed(self._queues.running)
-            if other.id > request.id and other not in placed and not other.context.is_pinned
+            for other in queues.running
+            if other.id > request.id
+            and other not in placed
+            and not other.context.is_pinned
+            and (of_any or other.context.tenant == tenant)
+        ]
+        return max(
+            younger,
+            key=lambda other: (queues.num_running_of[other.context.tenant], other.id),
+            default=None,
         )
-        return next(younger, None)
+
+    def _youngest_of_most(self) -> Request | None:
+        """Finds the youngest request that can wait, of a tenant that has most and more than one."""
+        queues = self._queues
+        for tenant, count in queues.num_running_of.most_common():
+            mine = [other for other in queues.running if other.context.tenant == tenant]
+            movable = [other for other in mine[1:] if not other.context.is_pinned]
+            if count > 1 and movable:
+                return movable[-1]
+        return None
 
     def _refuse(self, request: Request, error: PoolExhausted) -> None:
         self._queues.finish(request)

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from agentkv.core.lease import Lease, LeaseMode
+from agentkv.core.pressure import PressureLevel
+
 
 class Residency(StrEnum):
     """Where a context's KV is."""
@@ -47,6 +50,9 @@ class PoolView:
     block_size: int
     used_slots: int
     """Slots of live and cached blocks that hold a token's KV."""
+    reclaimable: int
+    """Blocks that give way to a request: `cached`, and those of idle contexts without a pin."""
+    level: PressureLevel
 
     @property
     def waste(self) -> float:
@@ -76,8 +82,13 @@ class ContextView:
     """Blocks that releasing this context would free."""
     shared_blocks: int
     """Blocks of its path that other contexts hold too."""
+    reclaimable_blocks: int
+    """Blocks of its path that give way to requests as things are, private and shared ones."""
     residency: Residency
-    pinned: bool
+    lease: Lease
+    """What was granted."""
+    expire_time: float | None
+    """When the lease expires unless it is used, in seconds since the epoch; None once it has."""
     has_head_logits: bool
     """Whether the next Generate samples without computing anything first."""
     is_busy: bool
@@ -87,3 +98,8 @@ class ContextView:
     labels: tuple[tuple[str, str], ...]
     create_time: float
     """Seconds since the epoch."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether its KV stays on the device whatever the pressure."""
+        return self.lease.mode is LeaseMode.PIN

@@ -5,23 +5,28 @@ It decides nothing: what a verb means is `Engine`'s affair.
 
 from collections.abc import Mapping, Sequence
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
+from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
+from agentkv.core.watch import WatchUpdate
 from agentkv.engine.engine import Engine
-from agentkv.engine.engine_thread import EngineThread
-from agentkv.engine.generation_stream import GenerationStream
+from agentkv.engine.engine_stream import EngineStream
+from agentkv.engine.engine_thread import EngineThread, shutting_down
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
     EngineView,
     Forked,
+    Leased,
     ModelFacts,
     Released,
     Scores,
     Truncated,
+    Update,
 )
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
@@ -42,6 +47,11 @@ class AsyncEngine:
     def limits(self) -> LimitsConfig:
         """What one tenant or one call may ask for."""
         return self._engine.limits
+
+    @property
+    def lease_limits(self) -> LeaseConfig:
+        """For how long, and how firmly, KV may be kept for a tenant."""
+        return self._engine.lease_limits
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -79,7 +89,7 @@ class AsyncEngine:
         tenant: str,
         token_ids: Sequence[int],
         *,
-        pinned: bool = False,
+        lease: LeaseTerms = DEFAULT_TERMS,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
@@ -89,7 +99,7 @@ class AsyncEngine:
             lambda: self._engine.create(
                 tenant,
                 token_ids,
-                pinned=pinned,
+                lease=lease,
                 labels=labels,
                 request_id=request_id,
                 logprobs=logprobs,
@@ -104,6 +114,7 @@ class AsyncEngine:
         *,
         count: int = 1,
         at: int | None = None,
+        lease: LeaseTerms | None = None,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
     ) -> Forked:
@@ -111,7 +122,13 @@ class AsyncEngine:
         return await self._thread.call(
             lambda: Forked(
                 self._engine.fork(
-                    tenant, context_id, count=count, at=at, labels=labels, request_id=request_id
+                    tenant,
+                    context_id,
+                    count=count,
+                    at=at,
+                    lease=lease,
+                    labels=labels,
+                    request_id=request_id,
                 ),
                 self._engine.pool_view(),
             )
@@ -142,12 +159,13 @@ class AsyncEngine:
         *,
         expected_length: int | None = None,
         grammar: Grammar | Continued | None = None,
-    ) -> GenerationStream:
+    ) -> EngineStream[Update]:
         """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
         return self._thread.stream(
             lambda: self._engine.generate(
                 tenant, context_id, params, expected_length=expected_length, grammar=grammar
-            )
+            ),
+            self._engine.cancel,
         )
 
     def generate_branches(
@@ -160,12 +178,13 @@ class AsyncEngine:
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
         grammar: Grammar | Continued | None = None,
-    ) -> GenerationStream:
+    ) -> EngineStream[Update]:
         """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
         return self._thread.stream(
             lambda: self._engine.generate_branches(
                 tenant, context_id, count, params, at=at, labels=labels, grammar=grammar
-            )
+            ),
+            self._engine.cancel,
         )
 
     async def score(
@@ -187,6 +206,27 @@ class AsyncEngine:
                 self._engine.pool_view(),
             )
         )
+
+    async def update_lease(
+        self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
+    ) -> Leased:
+        """Renews or replaces leases; see `Engine.update_lease`."""
+        return await self._thread.call(
+            lambda: self._engine.update_lease(tenant, context_id, terms, recursive=recursive)
+        )
+
+    def watch(self, tenant: str) -> EngineStream[WatchUpdate]:
+        """Tells what happens to a tenant's contexts; starts when the stream is entered."""
+        return self._thread.stream(lambda: self._engine.watch(tenant), self._engine.unwatch)
+
+    async def end_watches(self) -> None:
+        """Ends every watch with SHUTTING_DOWN."""
+
+        def end() -> None:
+            for watcher in self._engine.end_watches(shutting_down()):
+                self._thread.tell(watcher)
+
+        await self._thread.call(end)
 
     async def release(
         self,
@@ -236,6 +276,14 @@ class AsyncEngine:
             lambda: self._engine.list(
                 tenant, root_id=root_id, page_size=page_size, page_token=page_token
             )
+        )
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what was used; see `Engine.usage`."""
+        return await self._thread.call(
+            lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
         )
 
     async def view(self) -> EngineView:

@@ -8,22 +8,34 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from agentkv.config import LimitsConfig, PoolConfig, SchedulerConfig
+from agentkv.config import (
+    LeaseConfig,
+    LimitsConfig,
+    PoolConfig,
+    PressureConfig,
+    QuotasConfig,
+    SchedulerConfig,
+)
 from agentkv.constraint import Continued, Tools
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
+from agentkv.core.lease_keeper import LeaseKeeper
+from agentkv.core.pressure import PressureGauge
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
+from agentkv.core.watch import Watcher
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.grammar import Grammar, GrammarMatcher
 from agentkv.engine.grammar_compiler import GrammarCompiler
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import EngineView, ModelFacts, Released
+from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Runner
@@ -53,10 +65,14 @@ class Engine:
         pool: PoolConfig,
         scheduler: SchedulerConfig,
         limits: LimitsConfig,
+        leases: LeaseConfig,
+        pressure: PressureConfig,
+        quotas: QuotasConfig | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
@@ -65,14 +81,19 @@ class Engine:
             tokenizer, vocab_size=facts.vocab_size, end_token_ids=end_token_ids
         )
         """Compiles constraints; may be used on any thread."""
+        self.lease_limits = leases
         self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
-        self._store = ContextStore(self._tree, limits, new_id)
+        self._store = ContextStore(self._tree, limits, new_id, quotas)
+        self._leases = LeaseKeeper(self._store, self._store.hub, leases)
+        self._gauge = PressureGauge(pressure)
+        self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
-        self._loop = StepLoop(self._scheduler, runner, self._store)
+        self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
         self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
+        self._timer = timer
         self._num_forks = 0
 
     # -- identity ----------------------------------------------------------------------------
@@ -82,7 +103,7 @@ class Engine:
         tenant: str,
         token_ids: Sequence[int],
         *,
-        pinned: bool = False,
+        lease: LeaseTerms = DEFAULT_TERMS,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
@@ -92,17 +113,23 @@ class Engine:
         With `logprobs`, the answer has the log-probability of every token but the first.
 
         Raises:
-            InvalidRequest: No token, a token id beyond the vocabulary, or too many tokens.
-            PoolExhausted: The pool cannot hold it, the tenant has too many contexts, or too many
-                requests wait.
+            InvalidRequest: No token, a token id beyond the vocabulary, too many tokens, or a time
+                that no lease can have.
+            PoolExhausted: The pool cannot hold it, the tenant has too many contexts or pins, or
+                too many requests wait.
         """
-        body = (tuple(token_ids), pinned, tuple((labels or {}).items()), logprobs)
-        known = self._replies.find(tenant, "Create", request_id, body, self._clock())
+        self._tick()
+        now = self._clock()
+        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs)
+        known = self._replies.find(tenant, "Create", request_id, body, now)
         if isinstance(known, Commit) and not known.has_failed:
+            if not known.context.is_released:
+                self._leases.touch(known.context, now)
             return known
         self._checks.prompt(token_ids)
+        proposed = self._leases.propose(lease)
         context = self._store.create(
-            tenant, token_ids, pinned=pinned, labels=labels or {}, now=self._clock()
+            tenant, token_ids, lease=proposed, labels=labels or {}, now=now
         )
         operation = Commit(
             context,
@@ -112,12 +139,29 @@ class Engine:
             is_create=True,
         )
         try:
+            self._leases.check_pins([context], may_reduce=lease.may_reduce)
             self._loop.submit(operation)
         except AgentKVError:
             self._store.release(context)
             raise
-        self._replies.record(tenant, "Create", request_id, body, operation, self._clock())
+        self._leases.admit(context, now)
+        self._replies.record(tenant, "Create", request_id, body, operation, now)
         return operation
+
+    def disown(self, operation: Commit) -> None:
+        """Notes that the caller of a Create went away before the answer of it came.
+
+        A context that only that answer would have named is released; one that a repeat of the call
+        may ask for stays for a while.
+        """
+        context = operation.context
+        if not operation.is_create or not operation.is_done or context.is_released:
+            return
+        self._tick()
+        if self._replies.holds(operation):
+            self._leases.disown(context)
+        elif context.request is None:
+            self._store.release(context)
 
     def fork(
         self,
@@ -126,6 +170,7 @@ class Engine:
         *,
         count: int = 1,
         at: int | None = None,
+        lease: LeaseTerms | None = None,
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
     ) -> tuple[ContextView, ...]:
@@ -137,13 +182,15 @@ class Engine:
         Raises:
             NotFound: The handle is unknown.
             InvalidRequest: `count` or `at` is out of range.
-            PoolExhausted: A limit on contexts or depth; never blocks.
+            PoolExhausted: A limit on contexts, depth or pins; never blocks.
         """
-        body = (context_id, count, at, tuple((labels or {}).items()))
+        self._tick()
+        body = (context_id, count, at, lease, tuple((labels or {}).items()))
         known = self._replies.find(tenant, "Fork", request_id, body, self._clock())
         if isinstance(known, tuple):
             return known
-        children = self._fork(self._store.get(tenant, context_id), count, at, labels or {})
+        parent = self._store.get(tenant, context_id)
+        children = self._fork(parent, count, at, labels or {}, lease)
         views = tuple(self._store.view(child) for child in children)
         self._replies.record(tenant, "Fork", request_id, body, views, self._clock())
         return views
@@ -166,6 +213,7 @@ class Engine:
         Raises:
             NotFound: A handle is unknown and `allow_missing` is false.
         """
+        self._tick()
         doomed: dict[Context, None] = {}
         for context_id in context_ids:
             try:
@@ -204,14 +252,17 @@ class Engine:
             InvalidRequest: A token id beyond the vocabulary, or over the model's longest context.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.tokens(token_ids, length=context.length)
+        self._leases.resume(context, self._clock())
         head = self._tree.heads.get(context.tail)
         requests = []
         if token_ids:
             requests.append(self._factory.extension(context, token_ids, with_logprobs=logprobs))
         operation = Commit(context, requests, self._store.view, self.pool_view)
         try:
+            self._leases.check_pins([context])
             self._loop.submit(operation)
         except AgentKVError:
             self._store.truncate(context, context.length)
@@ -245,8 +296,13 @@ class Engine:
                 beyond the vocabulary, or there is no grammar to continue.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
-        return self._generate([context], params, context.length, grammar, is_single=True)
+        ends = self._factory.ends(params)
+        self._checks.generation(params, ends, length=context.length)
+        self._checks.grammar(params, grammar, context.region)
+        self._leases.resume(context, self._clock())
+        return self._generate([context], params, grammar, is_single=True)
 
     def generate_branches(
         self,
@@ -266,14 +322,15 @@ class Engine:
         Raises:
             As `fork` and `generate`.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
             length = parent.length if at is None else at
             self._checks.generation(params, self._factory.ends(params), length=length)
             self._checks.grammar(params, grammar, parent.region_at(length))
-        children = self._fork(parent, count, at, labels or {})
+        children = self._fork(parent, count, at, labels or {}, None)
         try:
-            return self._generate(children, params, children[0].length, grammar, is_single=False)
+            return self._generate(children, params, grammar, is_single=False)
         except AgentKVError:
             for child in children:
                 self._store.release(child)
@@ -292,8 +349,10 @@ class Engine:
                 vocabulary, too long, or an empty context.
             PoolExhausted: The pool cannot hold one of them, or too many requests wait.
         """
+        self._tick()
         parent = self._store.get(tenant, context_id)
         self._checks.continuations(continuations, length=parent.length)
+        self._leases.resume(parent, self._clock())
         children = self._store.fork_hidden(parent, len(continuations))
         requests = [
             self._factory.scoring(child, token_ids)
@@ -317,9 +376,31 @@ class Engine:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
             InvalidRequest: The context is shorter than that.
         """
+        self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._store.truncate(context, length)
+        self._leases.touch(context, self._clock())
         return self._store.view(context)
+
+    # -- residency ---------------------------------------------------------------------------
+
+    def update_lease(
+        self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
+    ) -> Leased:
+        """Gives a context, and all that descend from it if `recursive`, a lease; all or none.
+
+        Without mode and time it is a sign of life: the lease they have is renewed.
+
+        Raises:
+            NotFound: The handle is unknown.
+            InvalidRequest: The time is one that no lease can have.
+            PoolExhausted: The pins would exceed the tenant's quota.
+        """
+        self._tick()
+        context = self._store.get(tenant, context_id)
+        contexts = self._store.descendants(context) if recursive else [context]
+        self._leases.update(contexts, terms, self._clock())
+        return Leased(self._store.view(context), len(contexts), self.pool_view())
 
     # -- observers ---------------------------------------------------------------------------
 
@@ -355,16 +436,58 @@ class Engine:
 
     def pool_view(self) -> PoolView:
         """Describes the pool."""
-        residency, pool = self._tree.residency, self._tree.pool
+        held, pool = self._tree.residency.held, self._tree.pool
+        total, firm = pool.num_blocks, held[Hold.FIRM]
         return PoolView(
-            total=pool.num_blocks,
+            total=total,
             free=pool.num_free,
-            live=residency.held[Hold.KV],
-            cached=residency.num_reclaimable,
-            pinned=residency.held[Hold.PINNED],
+            live=held[Hold.KV],
+            cached=self._tree.residency.num_reclaimable,
+            pinned=held[Hold.PINNED],
             block_size=self._tree.block_size,
-            used_slots=residency.used_slots,
+            used_slots=self._tree.residency.used_slots,
+            reclaimable=total - pool.num_free - firm,
+            level=self._gauge.read(held=held[Hold.KV], firm=firm, total=total),
         )
+
+    def watch(self, tenant: str) -> Watcher:
+        """Begins to tell a tenant what happens to its contexts, a snapshot first."""
+        return self._store.hub.watch(
+            tenant, lambda tenant: (self._store.views(tenant), self.pool_view())
+        )
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Ends a watch; ending it twice is fine."""
+        self._store.hub.leave(watcher)
+
+    def end_watches(self, error: AgentKVError) -> Sequence[Watcher]:
+        """Ends every watch by an error; returns those that are to hear it."""
+        watchers = tuple(self._store.hub.watchers)
+        for watcher in watchers:
+            watcher.error = error
+            self._store.hub.leave(watcher)
+        return watchers
+
+    def watchers(self) -> Sequence[Watcher]:
+        """Lists the watchers that have news, once what changed meanwhile was told to them."""
+        watchers = self._store.hub.watchers
+        if watchers:
+            pool = self.pool_view()
+            if pool.level is not self._level:
+                self._level = pool.level
+                self._store.hub.tell_pressure(pool)
+        return [watcher for watcher in watchers if watcher.has_more]
+
+    def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used until now.
+
+        Raises:
+            NotFound: No such context or tree.
+        """
+        self._tick()
+        return self._store.usage(tenant, context_id=context_id, root_id=root_id)
 
     def view(self) -> EngineView:
         """Describes the engine."""
@@ -390,7 +513,25 @@ class Engine:
 
     def step(self) -> Sequence[Operation]:
         """Runs one step; returns the operations that have news."""
-        return self._loop.step()
+        operations = self._loop.step()
+        for operation in operations:
+            for request in operation.requests:
+                self._leases.trim_pin(
+                    request.context
+                )  # generating may have made it outgrow its pin
+        return operations
+
+    def advance(self) -> None:
+        """Does what time alone brings: leases expire, and contexts nobody uses are released."""
+        self._tick()
+        for context in self._leases.advance(self._clock()):
+            self._store.release(context)
+
+    @property
+    def idle_time(self) -> float | None:
+        """Seconds until `advance` has something to do, at least 0; None when nothing is due."""
+        due = self._leases.next_due
+        return None if due is None else max(0.0, due - self._clock())
 
     def run(self, operation: OperationT) -> OperationT:
         """Steps until an operation is done; raises its error. For callers without a loop."""
@@ -402,10 +543,12 @@ class Engine:
 
     def cancel(self, operation: Operation) -> None:
         """Ends what still runs of an operation; contexts stay at their last committed token."""
+        self._tick()
         self._loop.cancel(operation)
 
     def flush_cache(self) -> None:
         """Frees the KV of everything no context holds."""
+        self._tick()
         self._tree.flush()
 
     def check(self) -> None:
@@ -414,10 +557,31 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------
 
+    def _tick(self) -> None:
+        """Tells the ledger the time, before anything changes."""
+        self._store.ledger.advance(self._timer())
+
     def _fork(
-        self, parent: Context, count: int, at: int | None, labels: Mapping[str, str]
+        self,
+        parent: Context,
+        count: int,
+        at: int | None,
+        labels: Mapping[str, str],
+        terms: LeaseTerms | None,
     ) -> Sequence[Context]:
-        children = self._store.fork(parent, count=count, at=at, labels=labels, now=self._clock())
+        now = self._clock()
+        lease = self._leases.inherited(parent, terms)
+        children = self._store.fork(parent, count=count, at=at, lease=lease, labels=labels, now=now)
+        may_reduce = terms is None or terms.may_reduce
+        try:
+            self._leases.check_pins(children, may_reduce=may_reduce)
+        except AgentKVError:
+            for child in children:
+                self._store.release(child)
+            raise
+        self._leases.touch(parent, now)
+        for child in children:
+            self._leases.admit(child, now)
         self._num_forks += count
         return children
 
@@ -425,18 +589,15 @@ class Engine:
         self,
         contexts: Sequence[Context],
         params: SamplingParams,
-        length: int,
         grammar: Grammar | Continued | None,
         *,
         is_single: bool,
     ) -> Generation:
-        self._checks.generation(params, self._factory.ends(params), length=length)
-        self._checks.grammar(params, grammar, contexts[0].region)
         seed = self._factory.seed(params)
         requests = self._factory.generations(contexts, params, seed)
         region = contexts[0].region
         if isinstance(grammar, Grammar):
-            region = Region(grammar, length)
+            region = Region(grammar, contexts[0].length)
         if grammar is not None and region is not None:
             for request in requests:
                 request.matcher = self._matcher(request, region)

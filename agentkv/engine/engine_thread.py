@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
-from agentkv.engine.generation_stream import GenerationStream
-from agentkv.engine.operations import Commit, Generation, Operation, Scoring
+from agentkv.engine.engine_stream import EngineStream, Source, UpdateT
+from agentkv.engine.operations import Commit, Operation, Scoring
 from agentkv.errors import AgentKVError, Reason, Unavailable
 
 _Answer = TypeVar("_Answer")
@@ -23,6 +23,8 @@ _Awaited = TypeVar("_Awaited", Commit, Scoring)
 
 _log = logging.getLogger(__name__)
 _JOIN_TIMEOUT = 30.0  # seconds; a step takes far less
+_MAX_SLEEP = 60.0
+"""Seconds between two looks at the clock: what is due is told by a clock that may be set."""
 
 
 class EngineThread:
@@ -44,7 +46,8 @@ class EngineThread:
         self._has_failed = False
         # Touched on the engine's thread only.
         self._waiters: dict[Operation, list[asyncio.Future[Operation]]] = {}
-        self._streams: dict[Generation, GenerationStream] = {}
+        self._streams: dict[object, EngineStream[Any]] = {}
+        """By their sources."""
         self._deliveries: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -54,7 +57,7 @@ class EngineThread:
 
     async def stop(self) -> None:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
-        self._refuse(_shutting_down)
+        self._refuse(shutting_down)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT)
 
@@ -109,12 +112,21 @@ class EngineThread:
             raise
         return begun[0]
 
-    def stream(self, begin: Callable[[], Generation]) -> GenerationStream:
-        """Makes the stream of a generation, which begins when the stream is entered."""
-        return GenerationStream(
+    def stream(
+        self,
+        begin: Callable[[], Source[UpdateT]],
+        end: Callable[[Any], None],
+    ) -> EngineStream[UpdateT]:
+        """Makes the stream of what `begin` starts, which happens when the stream is entered.
+
+        Args:
+            begin: Starts what the stream tells of; may refuse.
+            end: Ends early what `begin` returned.
+        """
+        return EngineStream(
             begin=lambda stream: self._post(lambda: self._begin_stream(stream, begin)),
             pull=lambda stream: self._post(lambda: self._feed(stream)),
-            cancel=lambda stream: self._post(lambda: self._cancel_stream(stream)),
+            cancel=lambda stream: self._post(lambda: self._cancel_stream(stream, end)),
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -154,29 +166,33 @@ class EngineThread:
 
     def _serve(self) -> None:
         while self._refusal is None:
-            for command in self._next_commands():
+            commands = self._next_commands()
+            self._engine.advance()
+            for command in commands:
                 command()
             if self._engine.has_work:
                 for operation in self._engine.step():
                     self.settle(operation)
+            for watcher in self._engine.watchers():
+                self.tell(watcher)
             self._deliver()
         for command in self._next_commands():  # posted before the refusal, and not taken yet
             command()
-        self._end_all(_shutting_down, cancel=self._engine.cancel)
+        self._end_all(shutting_down, cancel=self._engine.cancel)
 
     def _next_commands(self) -> Sequence[Callable[[], None]]:
-        """Takes what was posted, waiting for it if there is nothing else to do."""
+        """Takes what was posted, waiting for it if there is nothing else to do, nor due."""
         with self._wake:
-            while not (self._inbox or self._refusal or self._engine.has_work):
-                self._wake.wait()
+            if not (self._inbox or self._refusal or self._engine.has_work):
+                idle_time = self._engine.idle_time
+                self._wake.wait(_MAX_SLEEP if idle_time is None else min(idle_time, _MAX_SLEEP))
             commands = list(self._inbox)
             self._inbox.clear()
         return commands
 
     def settle(self, operation: Operation) -> None:
         """Tells those who wait for an operation what it has for them; on the engine's thread."""
-        if isinstance(operation, Generation) and operation in self._streams:
-            self._feed(self._streams[operation])
+        self.tell(operation)
         if operation.is_done:
             for future in self._waiters.pop(operation, ()):
                 deliver = (
@@ -186,6 +202,11 @@ class EngineThread:
                 )
                 self._deliveries.append(deliver)
 
+    def tell(self, source: object) -> None:
+        """Hands the reader of a source, if any, what it has for it; on the engine's thread."""
+        if source in self._streams:
+            self._feed(self._streams[source])
+
     def _abandon(self, begun: Sequence[Operation], future: "asyncio.Future[Operation]") -> None:
         for operation in begun:
             waiters = self._waiters.get(operation, [])
@@ -194,43 +215,48 @@ class EngineThread:
                 if not waiters:
                     del self._waiters[operation]
                     self._engine.cancel(operation)
+            elif isinstance(operation, Commit):  # done: the answer is on its way to nobody
+                self._engine.disown(operation)
 
-    def _begin_stream(self, stream: GenerationStream, begin: Callable[[], Generation]) -> None:
+    def _begin_stream(
+        self, stream: EngineStream[UpdateT], begin: Callable[[], Source[UpdateT]]
+    ) -> None:
         if stream.is_closed:
             return
         try:
-            operation = begin()
+            source = begin()
         except Exception as error:
             self._deliveries.append(partial(stream.fail, error))
             return
-        stream.operation = operation
-        self._streams[operation] = stream
-        self.settle(operation)
+        stream.source = source
+        self._streams[source] = stream
+        self._feed(stream)
 
-    def _feed(self, stream: GenerationStream) -> None:
-        operation = stream.operation
-        if operation is None or operation not in self._streams or not stream.may_take():
-            return
-        news, error = operation.take_news(), operation.error
-        is_last = operation.is_done
-        if is_last:
-            del self._streams[operation]
-        if news or is_last:
-            stream.num_sent += 1
-            self._deliveries.append(partial(stream.put, news, error, is_last=is_last))
+    def _feed(self, stream: EngineStream[UpdateT]) -> None:
+        source, has_more = stream.source, True
+        while has_more and source is not None and source in self._streams and stream.may_take():
+            news, error, is_last = source.take_news(), source.error, source.is_done
+            if is_last:
+                del self._streams[source]
+            if news or is_last:
+                stream.num_sent += 1
+                self._deliveries.append(partial(stream.put, news, error, is_last=is_last))
+            has_more = source.has_more
 
-    def _cancel_stream(self, stream: GenerationStream) -> None:
-        operation = stream.operation
-        if operation is not None and self._streams.pop(operation, None) is not None:
-            self._engine.cancel(operation)
+    def _cancel_stream(self, stream: EngineStream[Any], end: Callable[[Any], None]) -> None:
+        source = stream.source
+        if source is not None and self._streams.pop(source, None) is not None:
+            end(source)
 
     def _end_all(
         self, failure: Callable[[], AgentKVError], *, cancel: Callable[[Operation], None]
     ) -> None:
         """Ends everything under way, each context at its last committed token."""
-        for operation, stream in self._streams.items():
-            cancel(operation)
-            put = partial(stream.put, operation.take_news(), failure(), is_last=True)
+        for source, stream in self._streams.items():
+            if isinstance(source, Operation):
+                cancel(source)
+            assert stream.source is not None
+            put = partial(stream.put, stream.source.take_news(), failure(), is_last=True)
             self._deliveries.append(put)
         for waited, futures in self._waiters.items():
             cancel(waited)
@@ -265,7 +291,8 @@ def _fail(future: "asyncio.Future[_Answer]", error: Exception) -> None:
         future.set_exception(error)
 
 
-def _shutting_down() -> AgentKVError:
+def shutting_down() -> AgentKVError:
+    """Makes the answer to those whose call ends because the server does."""
     return Unavailable("The server is shutting down; try again later.", reason=Reason.SHUTTING_DOWN)
 
 

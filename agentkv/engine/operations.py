@@ -64,10 +64,10 @@ class Commit(Operation):
         is_create: bool = False,
     ) -> None:
         super().__init__(requests)
-        self._context = context
+        self.context = context
+        self.is_create = is_create
         self._view = view
         self._pool = pool
-        self._is_create = is_create
         self._answer: Committed | None = None
 
     @property
@@ -75,13 +75,13 @@ class Commit(Operation):
         """The context as it was when the last of its tokens was committed."""
         assert self.is_done and self.error is None
         if self._answer is None:  # no token was given, so nothing had to run
-            self._answer = Committed(self._view(self._context), Usage(), self._pool())
+            self._answer = Committed(self._view(self.context), Usage(), self._pool())
         return self._answer
 
     @property
     def leftovers(self) -> tuple[Context, ...]:
         """A context whose first tokens were never committed."""
-        return (self._context,) if self._is_create and self._answer is None else ()
+        return (self.context,) if self.is_create and self._answer is None else ()
 
     @property
     def has_failed(self) -> bool:
@@ -94,7 +94,7 @@ class Commit(Operation):
         if event.error is None:
             request = event.request
             self._answer = Committed(
-                self._view(self._context), request.usage, self._pool(), tuple(request.logprobs)
+                self._view(self.context), request.usage, self._pool(), tuple(request.logprobs)
             )
 
 
@@ -169,6 +169,11 @@ class Generation(Operation):
         if not is_single:
             self._news.append(Branches(tuple(view(request.context) for request in requests)))
         self._finishes: list[Finish] = []
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is left after news were taken: never, they are taken at once."""
+        return False
 
     def take_news(self) -> tuple[Update, ...]:
         """Hands over what came since the last call: at most one chunk per branch."""

@@ -86,6 +86,17 @@ class Truncated:
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """Answer of UpdateLease."""
+
+    context: ContextView
+    """The context named, with the lease that was granted."""
+    num_updated: int
+    """Contexts whose lease was renewed or replaced."""
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
 class ContextTokens:
     """A context and tokens of it, as of one moment."""
 
@@ -138,6 +149,9 @@ class ModelFacts:
     dtype: str
     bytes_per_block: int
     has_chat_template: bool
+    weights: str = "float32"
+    """What they are kept as."""
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

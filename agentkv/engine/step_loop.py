@@ -1,7 +1,7 @@
 """The loop: requests in, steps, events out to the operations they belong to."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Event, FinishReason, Request
@@ -22,11 +22,18 @@ class StepLoop:
     ends the requests it computed and no others.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, store: ContextStore) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        store: ContextStore,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
         self._masks = MaskMaker()
+        self._tick = tick
         self._operations: dict[Request, Operation] = {}
 
     def submit(self, operation: Operation) -> None:
@@ -48,6 +55,7 @@ class StepLoop:
 
     def step(self) -> list[Operation]:
         """Runs one step; returns the operations that have news."""
+        self._tick()
         step = self.scheduler.schedule()
         if step is None:
             return []
@@ -59,8 +67,10 @@ class StepLoop:
                 result = self._runner.run(step.batch)
             except Exception:
                 _log.exception("a step of %d rows failed", step.batch.num_rows)
+                self._tick()
                 events += self.scheduler.roll_back(step)
             else:
+                self._tick()
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
 
@@ -75,6 +85,7 @@ class StepLoop:
             self.scheduler.finish(request)
         if num_dropped:
             request.generated_tokens -= num_dropped
+            request.context.bill.generated_tokens -= num_dropped
             self._store.truncate(request.context, request.context.length - num_dropped)
 
     def end_released(self, request: Request) -> Operation:

@@ -6,6 +6,7 @@ position lies inside it and whether blocks are free are the engine's to say.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.message import Message
@@ -22,6 +23,7 @@ from agentkv.constraint import (
     Tool,
     Tools,
 )
+from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
@@ -43,6 +45,15 @@ MAX_TOKENS_READ: Final = 65_536
 MAX_CHARACTERS_PER_TOKEN: Final = 32
 """No text that fits a context has more for each token; longer text takes minutes to tokenise."""
 DEFAULT_PAGE_SIZE: Final = 100
+LEASE_MODES: Final = MappingProxyType(
+    {
+        pb.LEASE_MODE_UNSPECIFIED: None,
+        pb.LEASE_MODE_RETAIN: LeaseMode.RETAIN,
+        pb.LEASE_MODE_PIN: LeaseMode.PIN,
+        pb.LEASE_MODE_PARK: LeaseMode.PARK,
+        pb.LEASE_MODE_DROPPABLE: LeaseMode.DROPPABLE,
+    }
+)
 
 
 class Checks:
@@ -125,6 +136,25 @@ class Checks:
             )
         # Maps travel in any order, and a repeat must look like the request it repeats.
         return dict(sorted(labels.items()))
+
+    def lease(
+        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest
+    ) -> LeaseTerms | None:
+        """Checks the lease that is asked for; None when the caller named none.
+
+        Which times a lease may have is the engine's to say.
+        """
+        if not request.HasField("lease"):
+            return None
+        options = request.lease
+        self._require(
+            options.mode in LEASE_MODES,
+            "lease.mode",
+            f"is none this server knows, got {options.mode}",
+            Reason.UNSUPPORTED_OPTION,
+        )
+        ttl = options.ttl if options.HasField("ttl") else None
+        return LeaseTerms(LEASE_MODES.get(options.mode), ttl, options.may_reduce)
 
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
-from agentkv.config import LimitsConfig, ServerConfig
+from agentkv.config import LeaseConfig, LimitsConfig, ServerConfig
+from agentkv.core.bill import Bill
+from agentkv.core.lease import Lease, LeaseReduction
+from agentkv.core.occupancy import Tier
+from agentkv.core.pressure import PressureLevel
+from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
+from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -20,7 +27,7 @@ from agentkv.engine.outputs import (
     ModelFacts,
     Update,
 )
-from agentkv.errors import AgentKVError
+from agentkv.errors import AgentKVError, PoolExhausted
 from agentkv.server import checks
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -29,6 +36,43 @@ RESIDENCIES: Final = MappingProxyType(
         Residency.DEVICE: pb.RESIDENCY_DEVICE,
         Residency.PARTIAL: pb.RESIDENCY_PARTIAL,
         Residency.NONE: pb.RESIDENCY_NONE,
+    }
+)
+LEASE_MODES: Final = MappingProxyType(
+    {mode: value for value, mode in checks.LEASE_MODES.items() if mode is not None}
+)
+REDUCTIONS: Final = MappingProxyType(
+    {
+        LeaseReduction.PIN_QUOTA: pb.LEASE_REDUCTION_PIN_QUOTA,
+        LeaseReduction.MAX_TTL: pb.LEASE_REDUCTION_MAX_TTL,
+    }
+)
+PRESSURE_LEVELS: Final = MappingProxyType(
+    {
+        PressureLevel.OK: pb.PRESSURE_LEVEL_OK,
+        PressureLevel.SOFT: pb.PRESSURE_LEVEL_SOFT,
+        PressureLevel.HARD: pb.PRESSURE_LEVEL_HARD,
+    }
+)
+CHANGE_KINDS: Final = MappingProxyType(
+    {
+        ChangeKind.CREATED: pb.CHANGE_KIND_CREATED,
+        ChangeKind.FORKED: pb.CHANGE_KIND_FORKED,
+        ChangeKind.RELEASED: pb.CHANGE_KIND_RELEASED,
+        ChangeKind.RESIZED: pb.CHANGE_KIND_RESIZED,
+        ChangeKind.LEASED: pb.CHANGE_KIND_LEASED,
+        ChangeKind.EXPIRING: pb.CHANGE_KIND_EXPIRING,
+        ChangeKind.EXPIRED: pb.CHANGE_KIND_EXPIRED,
+        ChangeKind.EVICTED: pb.CHANGE_KIND_EVICTED,
+        ChangeKind.PARKED: pb.CHANGE_KIND_PARKED,
+        ChangeKind.RESTORED: pb.CHANGE_KIND_RESTORED,
+    }
+)
+TIERS: Final = MappingProxyType(
+    {
+        Tier.DEVICE: pb.TIER_DEVICE,
+        Tier.HOST: pb.TIER_HOST,
+        Tier.DISK: pb.TIER_DISK,
     }
 )
 FINISH_REASONS: Final = MappingProxyType(
@@ -40,6 +84,18 @@ FINISH_REASONS: Final = MappingProxyType(
         FinishReason.TOOL_CALL: pb.FINISH_REASON_TOOL_CALL,
     }
 )
+
+
+def lease(value: Lease, expire_time: float | None) -> pb.Lease:
+    """Translates the lease that was granted."""
+    message = pb.Lease(
+        mode=LEASE_MODES[value.mode],
+        ttl=value.ttl,
+        reductions=[REDUCTIONS[reduction] for reduction in value.reductions],
+    )
+    if expire_time is not None:
+        message.expire_time.FromNanoseconds(int(expire_time * 1e9))
+    return message
 
 
 def context(view: ContextView) -> pb.Context:
@@ -60,6 +116,8 @@ def context(view: ContextView) -> pb.Context:
         busy=view.is_busy,
         num_children=view.num_children,
         labels=dict(view.labels),
+        reclaimable_blocks=view.reclaimable_blocks,
+        lease=lease(view.lease, view.expire_time),
     )
     message.create_time.FromNanoseconds(int(view.create_time * 1e9))
     return message
@@ -75,6 +133,8 @@ def pool(view: PoolView) -> pb.Pool:
         pinned_blocks=view.pinned,
         block_size=view.block_size,
         used_slots=view.used_slots,
+        reclaimable_blocks=view.reclaimable,
+        level=PRESSURE_LEVELS[view.level],
     )
 
 
@@ -91,6 +151,54 @@ def score(value: ContinuationScore) -> pb.ContinuationScore:
     """Translates the log-probabilities of one continuation."""
     return pb.ContinuationScore(
         token_ids=value.token_ids, logprobs=value.logprobs, total=value.total
+    )
+
+
+def usage_view(view: UsageView) -> pb.GetUsageResponse:
+    """Translates the answer of GetUsage."""
+    return pb.GetUsageResponse(
+        bill=bill(view.bill),
+        num_contexts=view.num_contexts,
+        quotas=quotas(view.quotas),
+        tiers=[
+            pb.TierUsage(
+                tier=TIERS[item.tier],
+                taken_block_seconds=item.taken,
+                held_block_seconds=item.held,
+                unheld_block_seconds=item.unheld,
+            )
+            for item in view.tiers
+        ],
+    )
+
+
+def bill(value: Bill) -> pb.Bill:
+    """Translates what was used."""
+    return pb.Bill(
+        computed_tokens=value.computed_tokens,
+        reused_tokens=value.reused_tokens,
+        generated_tokens=value.generated_tokens,
+        recomputed_tokens=value.recomputed_tokens,
+        block_copies=value.block_copies,
+        device_block_seconds=value.block_seconds[Tier.DEVICE],
+        host_block_seconds=value.block_seconds[Tier.HOST],
+        disk_block_seconds=value.block_seconds[Tier.DISK],
+        saved_block_seconds=value.saved_block_seconds,
+    )
+
+
+def quotas(view: QuotaView) -> pb.Quotas:
+    """Translates a tenant's quotas."""
+    return pb.Quotas(
+        blocks=view.blocks,
+        max_blocks=view.max_blocks,
+        block_seconds=view.block_seconds,
+        max_block_seconds=view.max_block_seconds,
+        window=view.window,
+        contexts=view.contexts,
+        max_contexts=view.max_contexts,
+        max_depth=view.max_depth,
+        max_fan_out=view.max_fan_out,
     )
 
 
@@ -114,6 +222,36 @@ def extended(value: Committed) -> pb.ExtendResponse:
     )
 
 
+def watched(updates: Sequence[WatchUpdate]) -> pb.WatchResponse:
+    """Translates what a watcher is told at once."""
+    return pb.WatchResponse(events=[_watch_event(update) for update in updates])
+
+
+def _watch_event(update: WatchUpdate) -> pb.WatchEvent:
+    match update:
+        case Snapshot():
+            snapshot = pb.WatchSnapshot(
+                contexts=[context(view) for view in update.contexts],
+                pool=pool(update.pool),
+                is_first=update.is_first,
+                is_last=update.is_last,
+            )
+            return pb.WatchEvent(sequence=update.sequence, snapshot=snapshot)
+        case PoolChange():
+            return pb.WatchEvent(sequence=update.sequence, pressure=pool(update.pool))
+        case Change():
+            change = pb.ContextChange(
+                kind=CHANGE_KINDS[update.kind],
+                context_id=update.context_id,
+                parent_id=update.parent_id,
+                root_id=update.root_id,
+                fork_position=update.fork_position,
+                length=update.length,
+                lease=lease(update.lease, update.expire_time),
+            )
+            return pb.WatchEvent(sequence=update.sequence, change=change)
+
+
 def finish(value: Finish) -> pb.Finish:
     """Translates the end of one branch."""
     return pb.Finish(
@@ -134,7 +272,12 @@ def finish(value: Finish) -> pb.Finish:
 
 def branch_error(error: AgentKVError) -> pb.BranchError:
     """Translates what ended one branch while others go on."""
-    return pb.BranchError(reason=error.reason or "", message=error.message, metadata=error.metadata)
+    return pb.BranchError(
+        reason=error.reason or "",
+        message=error.message,
+        metadata=error.metadata,
+        retry_after=error.retry_after if isinstance(error, PoolExhausted) else None,
+    )
 
 
 def add_top_logprobs(message: pb.Chunk, value: Chunk) -> None:
@@ -197,7 +340,13 @@ def model(facts: ModelFacts) -> pb.Model:
     )
 
 
-def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.Limits:
+def limits(
+    engine: LimitsConfig,
+    leases: LeaseConfig,
+    server: ServerConfig,
+    facts: ModelFacts,
+    num_blocks: int,
+) -> pb.Limits:
     """Translates what one tenant or one call may ask for."""
     return pb.Limits(
         max_contexts=engine.max_contexts,
@@ -211,6 +360,10 @@ def limits(engine: LimitsConfig, server: ServerConfig, facts: ModelFacts) -> pb.
         max_deadline=server.max_deadline,
         stall_timeout=server.stall_timeout,
         max_characters=checks.max_characters(facts),
+        default_lease_ttl=leases.default_ttl,
+        max_lease_ttl=leases.max_ttl,
+        max_pinned_blocks=leases.max_pinned(num_blocks),
+        handle_retention=leases.handle_retention,
     )
 
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from agentkv.config import ServerConfig
-from agentkv.errors import InternalError, InvalidRequest
+from agentkv.errors import AgentKVError, InternalError, InvalidRequest
 from agentkv.server.interceptors import DeadlineInterceptor, ErrorInterceptor, OpenCalls
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.service import ContextService
@@ -85,6 +85,8 @@ class Server:
         # Waits on our own calls: a health watcher stays open for as long as the server lets it.
         stopping = asyncio.create_task(server.stop(self._config.grace + 2 * LAST_WORDS))
         await asyncio.sleep(0)  # from here on new calls are refused
+        with suppress(AgentKVError):  # an engine that failed has ended them already
+            await self._engine.end_watches()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.grace):
                 await self._open_calls.wait_none()

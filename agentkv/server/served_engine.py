@@ -5,18 +5,22 @@
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
+from agentkv.core.lease import LeaseTerms
+from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
+from agentkv.core.watch import WatchUpdate
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Committed,
     ContextTokens,
     EngineView,
     Forked,
+    Leased,
     ModelFacts,
     Released,
     Scores,
@@ -25,6 +29,8 @@ from agentkv.engine.outputs import (
 )
 from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
+
+UpdateT_co = TypeVar("UpdateT_co", covariant=True)
 
 
 class TokenizerLike(Protocol):
@@ -45,8 +51,8 @@ class TokenizerLike(Protocol):
         ...
 
 
-class UpdateStream(Protocol):
-    """What one generation reports, one tuple per engine step."""
+class UpdateStream(Protocol[UpdateT_co]):
+    """What one generation, or one watch, reports: one tuple per engine step."""
 
     async def __aenter__(self) -> Self:
         """Begins the stream."""
@@ -69,7 +75,7 @@ class UpdateStream(Protocol):
         """Iterates over the steps."""
         ...
 
-    async def __anext__(self) -> tuple[Update, ...]:
+    async def __anext__(self) -> tuple[UpdateT_co, ...]:
         """Waits for the next step that has something to report."""
         ...
 
@@ -85,6 +91,11 @@ class ServedEngine(Protocol):
     @property
     def tokenizer(self) -> TokenizerLike:
         """Text to token ids."""
+        ...
+
+    @property
+    def lease_limits(self) -> LeaseConfig:
+        """For how long, and how firmly, KV may be kept for a tenant."""
         ...
 
     @property
@@ -109,6 +120,7 @@ class ServedEngine(Protocol):
         tenant: str,
         token_ids: Sequence[int],
         *,
+        lease: LeaseTerms = ...,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
         logprobs: bool = False,
@@ -123,6 +135,7 @@ class ServedEngine(Protocol):
         *,
         count: int = 1,
         at: int | None = None,
+        lease: LeaseTerms | None = None,
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
     ) -> Forked:
@@ -153,7 +166,7 @@ class ServedEngine(Protocol):
         *,
         expected_length: int | None = None,
         grammar: Grammar | Continued | None = None,
-    ) -> UpdateStream:
+    ) -> UpdateStream[Update]:
         """Generates on a context."""
         ...
 
@@ -167,7 +180,7 @@ class ServedEngine(Protocol):
         at: int | None = None,
         labels: Mapping[str, str] = ...,
         grammar: Grammar | Continued | None = None,
-    ) -> UpdateStream:
+    ) -> UpdateStream[Update]:
         """Forks a context and generates on every branch."""
         ...
 
@@ -181,6 +194,20 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
     ) -> Truncated:
         """Drops every token at or beyond `length`."""
+        ...
+
+    async def update_lease(
+        self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
+    ) -> Leased:
+        """Renews or replaces leases, all or none."""
+        ...
+
+    def watch(self, tenant: str) -> UpdateStream[WatchUpdate]:
+        """Tells what happens to a tenant's contexts, a snapshot first."""
+        ...
+
+    async def end_watches(self) -> None:
+        """Ends every watch with SHUTTING_DOWN: nobody else would."""
         ...
 
     async def release(
@@ -208,6 +235,12 @@ class ServedEngine(Protocol):
         self, tenant: str, *, root_id: str | None = None, page_size: int = 100, page_token: str = ""
     ) -> ContextPage:
         """Lists a tenant's contexts."""
+        ...
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        """Shows what a context, a tree or else the whole tenant has used."""
         ...
 
     async def view(self) -> EngineView:

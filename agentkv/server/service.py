@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from agentkv.config import ServerConfig
 from agentkv.constraint import Constraint, Continued
+from agentkv.core.lease import DEFAULT_TERMS
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
@@ -36,6 +37,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         """Creates a context from a prompt."""
         checks = self._checks(request)
         prompt = checks.prompt(request)
+        lease = checks.lease(request)
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
@@ -43,6 +45,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         committed = await self._engine.create(
             tenant_of(rpc),
             token_ids,
+            lease=lease or DEFAULT_TERMS,
             labels=labels,
             request_id=request_id,
             logprobs=request.logprobs,
@@ -54,6 +57,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         count = checks.count(request)
+        lease = checks.lease(request)
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
         checks.finish()
@@ -62,6 +66,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             context_id,
             count=count,
             at=request.at if request.HasField("at") else None,
+            lease=lease,
             labels=labels,
             request_id=request_id,
         )
@@ -169,6 +174,21 @@ class ContextService(pb_grpc.ContextServiceServicer):
             context=convert.context(truncated.context), pool=convert.pool(truncated.pool)
         )
 
+    async def UpdateLease(self, request: pb.UpdateLeaseRequest, rpc: Rpc) -> pb.UpdateLeaseResponse:
+        """Renews or replaces the lease of a context."""
+        checks = self._checks(request)
+        context_id = checks.context_id(request.context_id)
+        terms = checks.lease(request) or DEFAULT_TERMS
+        checks.finish()
+        leased = await self._engine.update_lease(
+            tenant_of(rpc), context_id, terms, recursive=request.recursive
+        )
+        return pb.UpdateLeaseResponse(
+            context=convert.context(leased.context),
+            num_updated=leased.num_updated,
+            pool=convert.pool(leased.pool),
+        )
+
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""
         checks = self._checks(request)
@@ -215,6 +235,27 @@ class ContextService(pb_grpc.ContextServiceServicer):
             next_page_token=page.next_page_token,
         )
 
+    async def Watch(  # type: ignore[override]  # as Generate
+        self, request: pb.WatchRequest, rpc: Rpc
+    ) -> None:
+        """Tells what happens to the caller's contexts."""
+        self._checks(request).finish()
+        stream = self._engine.watch(tenant_of(rpc))
+        await relay(stream, rpc, convert.watched, stall_timeout=self._config.stall_timeout)
+
+    async def GetUsage(self, request: pb.GetUsageRequest, rpc: Rpc) -> pb.GetUsageResponse:
+        """Tells what one context, one tree or the whole tenant has used."""
+        checks = self._checks(request)
+        context_id = root_id = None
+        match request.WhichOneof("scope"):
+            case "context_id":
+                context_id = checks.context_id(request.context_id)
+            case "root_id":
+                root_id = checks.context_id(request.root_id, "root_id")
+        checks.finish()
+        view = await self._engine.usage(tenant_of(rpc), context_id=context_id, root_id=root_id)
+        return convert.usage_view(view)
+
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, rpc: Rpc
     ) -> pb.GetServerInfoResponse:
@@ -226,7 +267,13 @@ class ContextService(pb_grpc.ContextServiceServicer):
             api_versions=[pb.DESCRIPTOR.package],
             model=convert.model(self._engine.facts),
             pool=convert.pool(view.pool),
-            limits=convert.limits(self._engine.limits, self._config, self._engine.facts),
+            limits=convert.limits(
+                self._engine.limits,
+                self._engine.lease_limits,
+                self._config,
+                self._engine.facts,
+                view.pool.total,
+            ),
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
             counters=convert.counters(view),
         )

@@ -1,24 +1,26 @@
-"""From one generation of the engine to one stream of the wire, at the reader's pace.
+"""From one stream of the engine to one stream of the wire, at the reader's pace.
 
-It owns how long a reader may stall, and that a generation never outlives its stream. It knows
-nothing of what the messages say.
+It owns how long a reader may stall, and that what the engine does for a stream never outlives it.
+It knows nothing of what the messages say.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from agentkv.engine.outputs import Update
 from agentkv.errors import SlowReader
 from agentkv.server.served_engine import UpdateStream
 from agentkv.server.tenant import Rpc
 
+UpdateT = TypeVar("UpdateT")
+
 
 async def relay(
-    updates: UpdateStream,
+    updates: UpdateStream[UpdateT],
     rpc: Rpc,
-    translate: Callable[[tuple[Update, ...]], Message | None],
+    translate: Callable[[tuple[UpdateT, ...]], Message | None],
     *,
     stall_timeout: float,
 ) -> None:
@@ -28,15 +30,15 @@ async def relay(
     reader; once it no longer does, a write waits.
 
     Args:
-        updates: The generation; closed when this returns or raises.
+        updates: The updates; closed when this returns or raises.
         rpc: The call to write to.
         translate: Makes a step's message; None when the step has nothing for this stream.
         stall_timeout: Seconds one write may wait for the reader.
 
     Raises:
         SlowReader: The reader stalled; the context is at its last committed token.
-        AgentKVError: The generation was refused or failed, after what it had committed was
-            written.
+        AgentKVError: The engine refused it, or ended it by an error, after all updates before that
+            were written.
     """
     has_begun = False
     async with updates:

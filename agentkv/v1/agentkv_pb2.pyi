@@ -5,8 +5,8 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetServerInfo)
-move none.
+Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
+List, Watch, GetUsage, GetServerInfo) move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -103,6 +103,174 @@ FINISH_REASON_TOOL_CALL: FinishReason.ValueType  # 5
 """The text calls a tool; see `Finish.tool_calls`."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _LeaseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_MODE_UNSPECIFIED: _LeaseMode.ValueType  # 0
+    """As it is, or the default."""
+    LEASE_MODE_RETAIN: _LeaseMode.ValueType  # 1
+    """While there is room: gives way to requests, least recently used first."""
+    LEASE_MODE_PIN: _LeaseMode.ValueType  # 2
+    """On the device whatever the pressure. Counts against Limits.max_pinned_blocks."""
+    LEASE_MODE_PARK: _LeaseMode.ValueType  # 3
+    """A tool is running: gives way before what is retained. Ends with the next use."""
+    LEASE_MODE_DROPPABLE: _LeaseMode.ValueType  # 4
+    """Not counted on: the first to give way."""
+
+class LeaseMode(_LeaseMode, metaclass=_LeaseModeEnumTypeWrapper):
+    """How firmly KV is kept while no request runs on its context."""
+
+LEASE_MODE_UNSPECIFIED: LeaseMode.ValueType  # 0
+"""As it is, or the default."""
+LEASE_MODE_RETAIN: LeaseMode.ValueType  # 1
+"""While there is room: gives way to requests, least recently used first."""
+LEASE_MODE_PIN: LeaseMode.ValueType  # 2
+"""On the device whatever the pressure. Counts against Limits.max_pinned_blocks."""
+LEASE_MODE_PARK: LeaseMode.ValueType  # 3
+"""A tool is running: gives way before what is retained. Ends with the next use."""
+LEASE_MODE_DROPPABLE: LeaseMode.ValueType  # 4
+"""Not counted on: the first to give way."""
+Global___LeaseMode: _TypeAlias = LeaseMode  # noqa: Y015
+
+class _LeaseReduction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseReductionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseReduction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_REDUCTION_UNSPECIFIED: _LeaseReduction.ValueType  # 0
+    """Not known to this client."""
+    LEASE_REDUCTION_PIN_QUOTA: _LeaseReduction.ValueType  # 1
+    """The tenant's pins are used up, or a pinned context outgrew them: it is retained, not pinned."""
+    LEASE_REDUCTION_MAX_TTL: _LeaseReduction.ValueType  # 2
+    """The time asked for was above the limit."""
+
+class LeaseReduction(_LeaseReduction, metaclass=_LeaseReductionEnumTypeWrapper):
+    """Why less was granted than asked for."""
+
+LEASE_REDUCTION_UNSPECIFIED: LeaseReduction.ValueType  # 0
+"""Not known to this client."""
+LEASE_REDUCTION_PIN_QUOTA: LeaseReduction.ValueType  # 1
+"""The tenant's pins are used up, or a pinned context outgrew them: it is retained, not pinned."""
+LEASE_REDUCTION_MAX_TTL: LeaseReduction.ValueType  # 2
+"""The time asked for was above the limit."""
+Global___LeaseReduction: _TypeAlias = LeaseReduction  # noqa: Y015
+
+class _PressureLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PressureLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PressureLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRESSURE_LEVEL_UNSPECIFIED: _PressureLevel.ValueType  # 0
+    """Not known to this client."""
+    PRESSURE_LEVEL_OK: _PressureLevel.ValueType  # 1
+    """Blocks are free, or cache that nobody counts on."""
+    PRESSURE_LEVEL_SOFT: _PressureLevel.ValueType  # 2
+    """Most blocks are held by contexts: idle ones are about to give way."""
+    PRESSURE_LEVEL_HARD: _PressureLevel.ValueType  # 3
+    """Most blocks are held by running requests and pins: what comes now may wait or be refused."""
+
+class PressureLevel(_PressureLevel, metaclass=_PressureLevelEnumTypeWrapper):
+    """How hard it is to have a block."""
+
+PRESSURE_LEVEL_UNSPECIFIED: PressureLevel.ValueType  # 0
+"""Not known to this client."""
+PRESSURE_LEVEL_OK: PressureLevel.ValueType  # 1
+"""Blocks are free, or cache that nobody counts on."""
+PRESSURE_LEVEL_SOFT: PressureLevel.ValueType  # 2
+"""Most blocks are held by contexts: idle ones are about to give way."""
+PRESSURE_LEVEL_HARD: PressureLevel.ValueType  # 3
+"""Most blocks are held by running requests and pins: what comes now may wait or be refused."""
+Global___PressureLevel: _TypeAlias = PressureLevel  # noqa: Y015
+
+class _ChangeKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangeKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHANGE_KIND_UNSPECIFIED: _ChangeKind.ValueType  # 0
+    """Not known to this client."""
+    CHANGE_KIND_CREATED: _ChangeKind.ValueType  # 1
+    """It was made; its first tokens are committed by and by."""
+    CHANGE_KIND_FORKED: _ChangeKind.ValueType  # 2
+    """It was forked."""
+    CHANGE_KIND_RELEASED: _ChangeKind.ValueType  # 3
+    """It was released, or nobody used it for Limits.handle_retention."""
+    CHANGE_KIND_RESIZED: _ChangeKind.ValueType  # 4
+    """Its length changed."""
+    CHANGE_KIND_LEASED: _ChangeKind.ValueType  # 5
+    """It has another lease."""
+    CHANGE_KIND_EXPIRING: _ChangeKind.ValueType  # 6
+    """Its lease expires soon unless it is used."""
+    CHANGE_KIND_EXPIRED: _ChangeKind.ValueType  # 7
+    """Its lease expired."""
+    CHANGE_KIND_EVICTED: _ChangeKind.ValueType  # 8
+    """It gave way: its KV may be gone, and is computed again by the next use."""
+    CHANGE_KIND_PARKED: _ChangeKind.ValueType  # 9
+    """It was parked."""
+    CHANGE_KIND_RESTORED: _ChangeKind.ValueType  # 10
+    """All of its KV is on the device again."""
+
+class ChangeKind(_ChangeKind, metaclass=_ChangeKindEnumTypeWrapper):
+    """What happened to a context."""
+
+CHANGE_KIND_UNSPECIFIED: ChangeKind.ValueType  # 0
+"""Not known to this client."""
+CHANGE_KIND_CREATED: ChangeKind.ValueType  # 1
+"""It was made; its first tokens are committed by and by."""
+CHANGE_KIND_FORKED: ChangeKind.ValueType  # 2
+"""It was forked."""
+CHANGE_KIND_RELEASED: ChangeKind.ValueType  # 3
+"""It was released, or nobody used it for Limits.handle_retention."""
+CHANGE_KIND_RESIZED: ChangeKind.ValueType  # 4
+"""Its length changed."""
+CHANGE_KIND_LEASED: ChangeKind.ValueType  # 5
+"""It has another lease."""
+CHANGE_KIND_EXPIRING: ChangeKind.ValueType  # 6
+"""Its lease expires soon unless it is used."""
+CHANGE_KIND_EXPIRED: ChangeKind.ValueType  # 7
+"""Its lease expired."""
+CHANGE_KIND_EVICTED: ChangeKind.ValueType  # 8
+"""It gave way: its KV may be gone, and is computed again by the next use."""
+CHANGE_KIND_PARKED: ChangeKind.ValueType  # 9
+"""It was parked."""
+CHANGE_KIND_RESTORED: ChangeKind.ValueType  # 10
+"""All of its KV is on the device again."""
+Global___ChangeKind: _TypeAlias = ChangeKind  # noqa: Y015
+
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """Not known to this client."""
+    TIER_DEVICE: _Tier.ValueType  # 1
+    """The device the model runs on."""
+    TIER_HOST: _Tier.ValueType  # 2
+    """The host's memory."""
+    TIER_DISK: _Tier.ValueType  # 3
+    """Files."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where blocks are."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""Not known to this client."""
+TIER_DEVICE: Tier.ValueType  # 1
+"""The device the model runs on."""
+TIER_HOST: Tier.ValueType  # 2
+"""The host's memory."""
+TIER_DISK: Tier.ValueType  # 3
+"""Files."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 @_typing.final
 class Context(_message.Message):
     """A context as its owner sees it."""
@@ -145,6 +313,8 @@ class Context(_message.Message):
     NUM_CHILDREN_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Handle of the context: opaque, unguessable, at most 128 characters."""
     parent_id: _builtins.str
@@ -177,6 +347,10 @@ class Context(_message.Message):
     """Whether a request is changing the context now."""
     num_children: _builtins.int
     """Living contexts forked from it."""
+    reclaimable_blocks: _builtins.int
+    """Blocks among `private_blocks` and `shared_blocks` that give way to requests as things are: no
+    running request and no pin holds them.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels given when it was made."""
@@ -184,6 +358,10 @@ class Context(_message.Message):
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was made, by the server's clock."""
+
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """The lease that was granted."""
 
     def __init__(
         self,
@@ -204,16 +382,98 @@ class Context(_message.Message):
         num_children: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        reclaimable_blocks: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "parent_id", b"parent_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "id", b"id", "labels", b"labels", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
 
 Global___Context: _TypeAlias = Context  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """For how long, and how firmly, the KV of a context is kept while no request runs on it. Tokens are
+    kept whatever the lease, until the context is released or nobody has used it for
+    `Limits.handle_retention`. Create, Fork, Extend, Generate, Truncate, Score and UpdateLease are
+    uses; observing is none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REDUCTIONS_FIELD_NUMBER: _builtins.int
+    mode: Global___LeaseMode.ValueType
+    """How firmly. PARK ends with the next use, and an expired lease too: the context is retained then."""
+    ttl: _builtins.float
+    """Seconds without use after which it expires."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it expires unless the context is used; a request that runs is use. Not set once it has
+        expired: the KV is then the first to go.
+        """
+
+    @_builtins.property
+    def reductions(self) -> _containers.RepeatedScalarFieldContainer[Global___LeaseReduction.ValueType]:
+        """Why less was granted than asked for. Empty: all was."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___LeaseMode.ValueType = ...,
+        ttl: _builtins.float = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        reductions: _abc.Iterable[Global___LeaseReduction.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "mode", b"mode", "reductions", b"reductions", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
+
+@_typing.final
+class LeaseOptions(_message.Message):
+    """The lease a caller asks for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    MAY_REDUCE_FIELD_NUMBER: _builtins.int
+    mode: Global___LeaseMode.ValueType
+    """How firmly. Default: as it is; for a new context RETAIN, and for a branch what its parent has."""
+    ttl: _builtins.float
+    """Seconds without use after which it expires, above 0, at most Limits.max_lease_ttl. Default:
+    Limits.default_lease_ttl.
+    """
+    may_reduce: _builtins.bool
+    """Whether less than this is fine: a pin over the quota becomes RETAIN, a longer time the longest.
+    The reply says so. Default: false, the call fails.
+    """
+    def __init__(
+        self,
+        *,
+        mode: Global___LeaseMode.ValueType = ...,
+        ttl: _builtins.float | None = ...,
+        may_reduce: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl", b"_ttl", "ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl", b"_ttl", "may_reduce", b"may_reduce", "mode", b"mode", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttl: _TypeAlias = _typing.Literal["ttl"]  # noqa: Y015
+    _WhichOneofArgType__ttl: _TypeAlias = _typing.Literal["_ttl", b"_ttl"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl) -> _WhichOneofReturnType__ttl | None: ...
+
+Global___LeaseOptions: _TypeAlias = LeaseOptions  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):
@@ -230,6 +490,8 @@ class Pool(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     USED_SLOTS_FIELD_NUMBER: _builtins.int
+    RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """Blocks of the pool."""
     free_blocks: _builtins.int
@@ -244,6 +506,10 @@ class Pool(_message.Message):
     """Token positions per block."""
     used_slots: _builtins.int
     """Token positions of live and cached blocks that hold a token's KV."""
+    reclaimable_blocks: _builtins.int
+    """Blocks that give way to a request: `cached_blocks`, and those of idle contexts without a pin."""
+    level: Global___PressureLevel.ValueType
+    """How hard it is to have a block."""
     def __init__(
         self,
         *,
@@ -254,10 +520,12 @@ class Pool(_message.Message):
         pinned_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         used_slots: _builtins.int = ...,
+        reclaimable_blocks: _builtins.int = ...,
+        level: Global___PressureLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "level", b"level", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "reclaimable_blocks", b"reclaimable_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,10 +1198,13 @@ class BranchError(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """The reason, as in `google.rpc.ErrorInfo.reason`."""
     message: _builtins.str
     """What happened and what to do next, for people."""
+    retry_after: _builtins.float
+    """Seconds after which trying again may succeed. Not set: waiting alone will not help."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Numbers that go with the reason, such as `need` and `free`."""
@@ -944,12 +1215,15 @@ class BranchError(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after: _TypeAlias = _typing.Literal["retry_after"]  # noqa: Y015
+    _WhichOneofArgType__retry_after: _TypeAlias = _typing.Literal["_retry_after", b"_retry_after"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after) -> _WhichOneofReturnType__retry_after | None: ...
 
 Global___BranchError: _TypeAlias = BranchError  # noqa: Y015
 
@@ -1084,6 +1358,10 @@ class Limits(_message.Message):
     MAX_DEADLINE_FIELD_NUMBER: _builtins.int
     STALL_TIMEOUT_FIELD_NUMBER: _builtins.int
     MAX_CHARACTERS_FIELD_NUMBER: _builtins.int
+    DEFAULT_LEASE_TTL_FIELD_NUMBER: _builtins.int
+    MAX_LEASE_TTL_FIELD_NUMBER: _builtins.int
+    MAX_PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HANDLE_RETENTION_FIELD_NUMBER: _builtins.int
     max_contexts: _builtins.int
     """Contexts one tenant may hold; more answers TENANT_QUOTA."""
     max_fork_count: _builtins.int
@@ -1106,6 +1384,14 @@ class Limits(_message.Message):
     """Seconds a stream may go unread before it ends with SLOW_READER."""
     max_characters: _builtins.int
     """Characters of one text or conversation; more answers CONTEXT_TOO_LONG, and is not tokenised."""
+    default_lease_ttl: _builtins.float
+    """Seconds without use after which a lease expires that names no time."""
+    max_lease_ttl: _builtins.float
+    """Most seconds a lease may be asked for."""
+    max_pinned_blocks: _builtins.int
+    """Blocks one tenant may pin; more answers TENANT_QUOTA."""
+    handle_retention: _builtins.float
+    """Seconds without use after which a context is released, whatever its lease."""
     def __init__(
         self,
         *,
@@ -1120,10 +1406,14 @@ class Limits(_message.Message):
         max_deadline: _builtins.float = ...,
         stall_timeout: _builtins.float = ...,
         max_characters: _builtins.int = ...,
+        default_lease_ttl: _builtins.float = ...,
+        max_lease_ttl: _builtins.float = ...,
+        max_pinned_blocks: _builtins.int = ...,
+        handle_retention: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_characters", b"max_characters", "max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_page_size", b"max_page_size", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_lease_ttl", b"default_lease_ttl", "handle_retention", b"handle_retention", "max_characters", b"max_characters", "max_contexts", b"max_contexts", "max_continuations", b"max_continuations", "max_deadline", b"max_deadline", "max_depth", b"max_depth", "max_fork_count", b"max_fork_count", "max_labels", b"max_labels", "max_lease_ttl", b"max_lease_ttl", "max_page_size", b"max_page_size", "max_pinned_blocks", b"max_pinned_blocks", "max_release_count", b"max_release_count", "max_request_bytes", b"max_request_bytes", "stall_timeout", b"stall_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1176,6 +1466,294 @@ class Counters(_message.Message):
 Global___Counters: _TypeAlias = Counters  # noqa: Y015
 
 @_typing.final
+class WatchEvent(_message.Message):
+    """One thing a watcher is told."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Number of the event in its stream; the first is 1, and there is no gap."""
+    @_builtins.property
+    def snapshot(self) -> Global___WatchSnapshot:
+        """A piece of everything as it is."""
+
+    @_builtins.property
+    def change(self) -> Global___ContextChange:
+        """Something that happened to a context."""
+
+    @_builtins.property
+    def pressure(self) -> Global___Pool:
+        """Pressure has moved to another level."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        snapshot: Global___WatchSnapshot | None = ...,
+        change: Global___ContextChange | None = ...,
+        pressure: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "pressure", b"pressure", "snapshot", b"snapshot", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "pressure", b"pressure", "sequence", b"sequence", "snapshot", b"snapshot", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["snapshot", "change", "pressure"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___WatchEvent: _TypeAlias = WatchEvent  # noqa: Y015
+
+@_typing.final
+class WatchSnapshot(_message.Message):
+    """A piece of everything as it is. The first piece replaces what the watcher knew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    IS_FIRST_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    is_first: _builtins.bool
+    """Whether a snapshot begins with this piece."""
+    is_last: _builtins.bool
+    """Whether it ends with this piece. Changes follow."""
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
+        """At most 500 contexts, parents before their children."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool at the moment of the snapshot."""
+
+    def __init__(
+        self,
+        *,
+        contexts: _abc.Iterable[Global___Context] | None = ...,
+        pool: Global___Pool | None = ...,
+        is_first: _builtins.bool = ...,
+        is_last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contexts", b"contexts", "is_first", b"is_first", "is_last", b"is_last", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchSnapshot: _TypeAlias = WatchSnapshot  # noqa: Y015
+
+@_typing.final
+class ContextChange(_message.Message):
+    """Something that happened to a context, and how the context was just after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_ID_FIELD_NUMBER: _builtins.int
+    FORK_POSITION_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    kind: Global___ChangeKind.ValueType
+    """What happened."""
+    context_id: _builtins.str
+    """Handle of the context."""
+    parent_id: _builtins.str
+    """Handle of the context it was forked from. Not set for a created one."""
+    root_id: _builtins.str
+    """Handle of the created context it descends from."""
+    fork_position: _builtins.int
+    """Tokens it shared with its parent when it was forked."""
+    length: _builtins.int
+    """Committed tokens."""
+    @_builtins.property
+    def lease(self) -> Global___Lease:
+        """Its lease."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ChangeKind.ValueType = ...,
+        context_id: _builtins.str = ...,
+        parent_id: _builtins.str | None = ...,
+        root_id: _builtins.str = ...,
+        fork_position: _builtins.int = ...,
+        length: _builtins.int = ...,
+        lease: Global___Lease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "context_id", b"context_id", "fork_position", b"fork_position", "kind", b"kind", "lease", b"lease", "length", b"length", "parent_id", b"parent_id", "root_id", b"root_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
+    _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_id) -> _WhichOneofReturnType__parent_id | None: ...
+
+Global___ContextChange: _TypeAlias = ContextChange  # noqa: Y015
+
+@_typing.final
+class Bill(_message.Message):
+    """What was used. A block-second is one block for one second; a block that n contexts hold costs
+    each of them 1/n of it. What no context holds is charged to nobody.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    SAVED_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    """Tokens the model ran."""
+    reused_tokens: _builtins.int
+    """Tokens whose KV a context found at its first use, from prefix cache or by being forked."""
+    generated_tokens: _builtins.int
+    """Tokens sampled and committed."""
+    recomputed_tokens: _builtins.int
+    """Part of `computed_tokens` whose KV had been there before: it gave way, or its logits did."""
+    block_copies: _builtins.int
+    """Blocks copied on write."""
+    device_block_seconds: _builtins.float
+    """Block-seconds on the device."""
+    host_block_seconds: _builtins.float
+    """Block-seconds in host memory."""
+    disk_block_seconds: _builtins.float
+    """Block-seconds on disk."""
+    saved_block_seconds: _builtins.float
+    """Block-seconds that sharing saved: what each context would have used alone, less what all used."""
+    def __init__(
+        self,
+        *,
+        computed_tokens: _builtins.int = ...,
+        reused_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
+        block_copies: _builtins.int = ...,
+        device_block_seconds: _builtins.float = ...,
+        host_block_seconds: _builtins.float = ...,
+        disk_block_seconds: _builtins.float = ...,
+        saved_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "computed_tokens", b"computed_tokens", "device_block_seconds", b"device_block_seconds", "disk_block_seconds", b"disk_block_seconds", "generated_tokens", b"generated_tokens", "host_block_seconds", b"host_block_seconds", "recomputed_tokens", b"recomputed_tokens", "reused_tokens", b"reused_tokens", "saved_block_seconds", b"saved_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bill: _TypeAlias = Bill  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    """Block-seconds of one tier since the server started; taken = held + unheld."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    TAKEN_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    UNHELD_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """The tier."""
+    taken_block_seconds: _builtins.float
+    """Of all blocks that were not free."""
+    held_block_seconds: _builtins.float
+    """Charged to contexts."""
+    unheld_block_seconds: _builtins.float
+    """Charged to nobody: prefix cache, and KV of contexts that gave way."""
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        taken_block_seconds: _builtins.float = ...,
+        held_block_seconds: _builtins.float = ...,
+        unheld_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_block_seconds", b"held_block_seconds", "taken_block_seconds", b"taken_block_seconds", "tier", b"tier", "unheld_block_seconds", b"unheld_block_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
+
+@_typing.final
+class Quotas(_message.Message):
+    """A tenant's quotas and where it stands. A call that would exceed one is refused with TENANT_QUOTA:
+    metadata names the `quota`, its `limit`, what is `held`, the `need`, and what is `free` and
+    `reclaimable`. RetryInfo is set when waiting helps.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXTS_FIELD_NUMBER: _builtins.int
+    MAX_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_FAN_OUT_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Device blocks held now, pinned ones too; a shared block counts once."""
+    max_blocks: _builtins.int
+    """Most of them. Not set: no limit."""
+    block_seconds: _builtins.float
+    """Device block-seconds used in the window; counted only where there is a limit."""
+    max_block_seconds: _builtins.float
+    """Most of them: beyond it no block is taken until the window frees enough. Not set: no limit."""
+    window: _builtins.float
+    """Seconds over which block-seconds count; the window slides."""
+    contexts: _builtins.int
+    """Contexts held now."""
+    max_contexts: _builtins.int
+    """Most of them."""
+    max_depth: _builtins.int
+    """Most forks between a context and its root."""
+    max_fan_out: _builtins.int
+    """Most living children of one context. Not set: no limit."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        max_blocks: _builtins.int | None = ...,
+        block_seconds: _builtins.float = ...,
+        max_block_seconds: _builtins.float | None = ...,
+        window: _builtins.float = ...,
+        contexts: _builtins.int = ...,
+        max_contexts: _builtins.int = ...,
+        max_depth: _builtins.int = ...,
+        max_fan_out: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_fan_out", b"max_fan_out"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds", "_max_blocks", b"_max_blocks", "_max_fan_out", b"_max_fan_out", "block_seconds", b"block_seconds", "blocks", b"blocks", "contexts", b"contexts", "max_block_seconds", b"max_block_seconds", "max_blocks", b"max_blocks", "max_contexts", b"max_contexts", "max_depth", b"max_depth", "max_fan_out", b"max_fan_out", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_block_seconds: _TypeAlias = _typing.Literal["max_block_seconds"]  # noqa: Y015
+    _WhichOneofArgType__max_block_seconds: _TypeAlias = _typing.Literal["_max_block_seconds", b"_max_block_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__max_blocks: _TypeAlias = _typing.Literal["max_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_blocks: _TypeAlias = _typing.Literal["_max_blocks", b"_max_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__max_fan_out: _TypeAlias = _typing.Literal["max_fan_out"]  # noqa: Y015
+    _WhichOneofArgType__max_fan_out: _TypeAlias = _typing.Literal["_max_fan_out", b"_max_fan_out"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_block_seconds) -> _WhichOneofReturnType__max_block_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_blocks) -> _WhichOneofReturnType__max_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_fan_out) -> _WhichOneofReturnType__max_fan_out | None: ...
+
+Global___Quotas: _TypeAlias = Quotas  # noqa: Y015
+
+@_typing.final
 class CreateRequest(_message.Message):
     """Asks for a new context."""
 
@@ -1208,6 +1786,7 @@ class CreateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
     character.
@@ -1236,6 +1815,10 @@ class CreateRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels to show in Get and List: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease to begin with. Default: RETAIN for Limits.default_lease_ttl."""
+
     def __init__(
         self,
         *,
@@ -1246,10 +1829,11 @@ class CreateRequest(_message.Message):
         request_id: _builtins.str = ...,
         allow_special: _builtins.bool = ...,
         logprobs: _builtins.bool = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -1332,6 +1916,7 @@ class ForkRequest(_message.Message):
     AT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context to fork."""
     count: _builtins.int
@@ -1348,6 +1933,10 @@ class ForkRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels of every branch: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease of every branch. Default: what the parent has; RETAIN when that is parked or expired."""
+
     def __init__(
         self,
         *,
@@ -1356,10 +1945,11 @@ class ForkRequest(_message.Message):
         at: _builtins.int | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        lease: Global___LeaseOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "lease", b"lease", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__at: _TypeAlias = _typing.Literal["at"]  # noqa: Y015
     _WhichOneofArgType__at: _TypeAlias = _typing.Literal["_at", b"_at"]  # noqa: Y015
@@ -1814,6 +2404,72 @@ class TruncateResponse(_message.Message):
 Global___TruncateResponse: _TypeAlias = TruncateResponse  # noqa: Y015
 
 @_typing.final
+class UpdateLeaseRequest(_message.Message):
+    """Asks for another lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    RECURSIVE_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of the context."""
+    recursive: _builtins.bool
+    """Whether everything forked from it gets the same; all or none. Default: false."""
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """What is asked for. Default: the lease as it is, renewed."""
+
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        lease: Global___LeaseOptions | None = ...,
+        recursive: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "lease", b"lease", "recursive", b"recursive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateLeaseRequest: _TypeAlias = UpdateLeaseRequest  # noqa: Y015
+
+@_typing.final
+class UpdateLeaseResponse(_message.Message):
+    """Answers UpdateLease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    NUM_UPDATED_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    num_updated: _builtins.int
+    """Contexts whose lease was renewed or replaced, those below included."""
+    @_builtins.property
+    def context(self) -> Global___Context:
+        """The context, with the lease that was granted."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        context: Global___Context | None = ...,
+        num_updated: _builtins.int = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "num_updated", b"num_updated", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateLeaseResponse: _TypeAlias = UpdateLeaseResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     """Asks to release contexts."""
 
@@ -2001,6 +2657,115 @@ class ListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """Asks to be told what happens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    """What a watcher is told at once; at least one event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchEvent]:
+        """What happened, in order."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___WatchEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class GetUsageRequest(_message.Message):
+    """Asks what was used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    ROOT_ID_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of one living context."""
+    root_id: _builtins.str
+    """Handle of a root, which may be released by now: it and everything that descends from it."""
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        root_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "root_id", b"root_id", "scope", b"scope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_scope: _TypeAlias = _typing.Literal["context_id", "root_id"]  # noqa: Y015
+    _WhichOneofArgType_scope: _TypeAlias = _typing.Literal["scope", b"scope"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_scope) -> _WhichOneofReturnType_scope | None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    """Answers GetUsage, as of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BILL_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    num_contexts: _builtins.int
+    """Living contexts it covers."""
+    @_builtins.property
+    def bill(self) -> Global___Bill:
+        """What was used."""
+
+    @_builtins.property
+    def quotas(self) -> Global___Quotas:
+        """The caller's quotas, and where it stands, whatever the scope."""
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """Block-seconds of all tenants together, of each tier the server has."""
+
+    def __init__(
+        self,
+        *,
+        bill: Global___Bill | None = ...,
+        num_contexts: _builtins.int = ...,
+        quotas: Global___Quotas | None = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "quotas", b"quotas"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bill", b"bill", "num_contexts", b"num_contexts", "quotas", b"quotas", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

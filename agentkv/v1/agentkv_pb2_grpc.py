@@ -70,6 +70,11 @@ class ContextServiceStub(object):
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.TruncateRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.TruncateResponse.FromString,
                 _registered_method=True)
+        self.UpdateLease = channel.unary_unary(
+                '/agentkv.v1.ContextService/UpdateLease',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/agentkv.v1.ContextService/Release',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
@@ -84,6 +89,16 @@ class ContextServiceStub(object):
                 '/agentkv.v1.ContextService/List',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/agentkv.v1.ContextService/Watch',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.WatchRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.WatchResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/agentkv.v1.ContextService/GetUsage',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/agentkv.v1.ContextService/GetServerInfo',
@@ -166,6 +181,16 @@ class ContextServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateLease(self, request, context):
+        """Renews or replaces the lease of a context: for how long, and how firmly, its KV is kept. Answers
+        at once with what was granted, whether a request runs on the context or not. Fails with
+        TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
+        with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
         Contexts forked from them live on, unless `recursive`. A request that runs on a released
@@ -187,6 +212,26 @@ class ContextServiceServicer(object):
     def List(self, request, context):
         """Lists the caller's contexts, page by page, in the order of their handles. A context made while
         pages are read may be missed; one that lives throughout is listed once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Tells what happens to the caller's contexts, from now on: a snapshot of all of them first, in as
+        many pieces as it takes, then changes as they come. `sequence` numbers the events of a stream
+        without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
+        one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
+        watch again then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """Tells what one context, one tree or all contexts of the caller have used since they began, and
+        where the caller stands with its quotas. What is released stays counted in its tree and in the
+        whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,6 +282,11 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.TruncateRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.TruncateResponse.SerializeToString,
             ),
+            'UpdateLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateLease,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.SerializeToString,
+            ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.FromString,
@@ -251,6 +301,16 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.WatchRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.WatchResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -459,6 +519,33 @@ class ContextService(object):
             _registered_method=True)
 
     @staticmethod
+    def UpdateLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/UpdateLease',
+            agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Release(request,
             target,
             options=(),
@@ -529,6 +616,60 @@ class ContextService(object):
             '/agentkv.v1.ContextService/List',
             agentkv_dot_v1_dot_agentkv__pb2.ListRequest.SerializeToString,
             agentkv_dot_v1_dot_agentkv__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/agentkv.v1.ContextService/Watch',
+            agentkv_dot_v1_dot_agentkv__pb2.WatchRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/GetUsage',
+            agentkv_dot_v1_dot_agentkv__pb2.GetUsageRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

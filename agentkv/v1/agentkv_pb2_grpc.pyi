@@ -5,8 +5,8 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release) and tokens (Extend, Generate, Truncate, Score); observers (Get, List, GetServerInfo)
-move none.
+Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
+List, Watch, GetUsage, GetServerInfo) move none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -94,6 +94,12 @@ class ContextServiceStub:
     Fails with POSITION_OUT_OF_RANGE, CONTEXT_BUSY or CONTEXT_MOVED. Safe to repeat: truncating to
     the present length changes nothing.
     """
+    UpdateLease: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.UpdateLeaseRequest, _agentkv_pb2.UpdateLeaseResponse]
+    """Renews or replaces the lease of a context: for how long, and how firmly, its KV is kept. Answers
+    at once with what was granted, whether a request runs on the context or not. Fails with
+    TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
+    with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]
     """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
     Contexts forked from them live on, unless `recursive`. A request that runs on a released
@@ -107,6 +113,18 @@ class ContextServiceStub:
     List: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
+    """
+    Watch: _grpc.UnaryStreamMultiCallable[_agentkv_pb2.WatchRequest, _agentkv_pb2.WatchResponse]
+    """Tells what happens to the caller's contexts, from now on: a snapshot of all of them first, in as
+    many pieces as it takes, then changes as they come. `sequence` numbers the events of a stream
+    without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
+    one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
+    watch again then.
+    """
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
@@ -158,6 +176,12 @@ class ContextServiceAsyncStub(ContextServiceStub):
     Fails with POSITION_OUT_OF_RANGE, CONTEXT_BUSY or CONTEXT_MOVED. Safe to repeat: truncating to
     the present length changes nothing.
     """
+    UpdateLease: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.UpdateLeaseRequest, _agentkv_pb2.UpdateLeaseResponse]  # type: ignore[assignment]
+    """Renews or replaces the lease of a context: for how long, and how firmly, its KV is kept. Answers
+    at once with what was granted, whether a request runs on the context or not. Fails with
+    TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
+    with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
     Contexts forked from them live on, unless `recursive`. A request that runs on a released
@@ -171,6 +195,18 @@ class ContextServiceAsyncStub(ContextServiceStub):
     List: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListRequest, _agentkv_pb2.ListResponse]  # type: ignore[assignment]
     """Lists the caller's contexts, page by page, in the order of their handles. A context made while
     pages are read may be missed; one that lives throughout is listed once.
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_agentkv_pb2.WatchRequest, _agentkv_pb2.WatchResponse]  # type: ignore[assignment]
+    """Tells what happens to the caller's contexts, from now on: a snapshot of all of them first, in as
+    many pieces as it takes, then changes as they come. `sequence` numbers the events of a stream
+    without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
+    one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
+    watch again then.
+    """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetUsageRequest, _agentkv_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Tells what one context, one tree or all contexts of the caller have used since they began, and
+    where the caller stands with its quotas. What is released stays counted in its tree and in the
+    whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.GetServerInfoRequest, _agentkv_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its model, pool, limits, the options it supports, and counters."""
@@ -263,6 +299,18 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def UpdateLease(
+        self,
+        request: _agentkv_pb2.UpdateLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.UpdateLeaseResponse, _abc.Awaitable[_agentkv_pb2.UpdateLeaseResponse]]:
+        """Renews or replaces the lease of a context: for how long, and how firmly, its KV is kept. Answers
+        at once with what was granted, whether a request runs on the context or not. Fails with
+        TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
+        with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
     def Release(
         self,
         request: _agentkv_pb2.ReleaseRequest,
@@ -292,6 +340,30 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_agentkv_pb2.ListResponse, _abc.Awaitable[_agentkv_pb2.ListResponse]]:
         """Lists the caller's contexts, page by page, in the order of their handles. A context made while
         pages are read may be missed; one that lives throughout is listed once.
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _agentkv_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_agentkv_pb2.WatchResponse], _abc.AsyncIterator[_agentkv_pb2.WatchResponse]]:
+        """Tells what happens to the caller's contexts, from now on: a snapshot of all of them first, in as
+        many pieces as it takes, then changes as they come. `sequence` numbers the events of a stream
+        without a gap. A watcher that lags far behind gets a fresh snapshot in place of what it missed;
+        one that stops reading ends with SLOW_READER. Ends with DEADLINE_EXCEEDED like any other call:
+        watch again then.
+        """
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _agentkv_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.GetUsageResponse, _abc.Awaitable[_agentkv_pb2.GetUsageResponse]]:
+        """Tells what one context, one tree or all contexts of the caller have used since they began, and
+        where the caller stands with its quotas. What is released stays counted in its tree and in the
+        whole; the trees that ended longest ago are forgotten beyond a number the server chooses.
         """
 
     @_abc_1.abstractmethod

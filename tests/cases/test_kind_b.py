@@ -3,7 +3,7 @@
 from itertools import permutations
 
 import pytest
-from bench import Bench, finish_of, numbers, tokens_of
+from bench import TENANT, Bench, finish_of, numbers, tokens_of
 from fakes import continuation
 
 from agentkv.core.block_pool import BlockPool
@@ -140,6 +140,26 @@ def test_case_014_used_block_counter_never_falls() -> None:
         bench.release(context)
         assert bench.live == 0
         assert bench.pool_view.cached + bench.free == 8
+    bench.end()
+
+
+def test_case_014_nobody_is_charged_for_what_is_cached() -> None:
+    """Catches a bill that runs on after the release, or block-seconds that nobody is charged."""
+    bench = Bench(num_blocks=8)
+    for turn in range(20):
+        context = bench.create(numbers(200 + turn, 33))
+        bench.generate(context, 2)
+        bench.now += 2.0
+        bench.release(context)
+        bench.now += 1.0
+    usage = bench.engine.usage(TENANT)
+    (device,) = usage.tiers
+    assert usage.bill.block_seconds[0] == device.held == 20 * 2.0 * 3
+    assert device.taken == device.held + device.unheld
+    assert usage.bill.computed_tokens == 20 * 34
+    assert usage.bill.generated_tokens == 40
+    assert (usage.bill.recomputed_tokens, usage.bill.reused_tokens) == (0, 0)
+    assert usage.num_contexts == 0
     bench.end()
 
 

@@ -4,6 +4,7 @@ import pytest
 from bench import TENANT, Bench, finish_of, numbers, tokens_of
 from fakes import continuation
 
+from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.core.request import FinishReason
 from agentkv.errors import PoolExhausted, Reason
 
@@ -107,14 +108,16 @@ class TestCase056RequestThatCanNeverFit:
         bench.end()
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_case_057_idle_contexts_wedge_the_pool(pinned: bool) -> None:
+@pytest.mark.parametrize("mode", list(LeaseMode))
+def test_case_057_idle_contexts_wedge_the_pool(mode: LeaseMode) -> None:
     """Catches idle contexts that hold what a running one must have, and a hang where pins do."""
     bench = Bench(num_blocks=10)
     prompts = [numbers(number, 48) for number in range(3)]
-    idle = [bench.create(prompt, pinned=pinned) for prompt in prompts]
+    idle = [bench.create(prompt) for prompt in prompts]
+    for context in idle:
+        bench.engine.update_lease(TENANT, context, LeaseTerms(mode))
     newcomer = numbers(5, 64)
-    if pinned:
+    if mode is LeaseMode.PIN:
         with pytest.raises(PoolExhausted) as refusal:
             bench.create(newcomer)
         metadata = refusal.value.metadata

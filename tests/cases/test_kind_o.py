@@ -9,8 +9,9 @@ from fakes import VOCAB_SIZE, continuation
 from tiny_engines import TinyEngine
 from tiny_models import build_tiny_model
 
+from agentkv.config import QuotaConfig, QuotasConfig
 from agentkv.core.request import FinishReason
-from agentkv.errors import InvalidRequest, Reason
+from agentkv.errors import AgentKVError, InvalidRequest, PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
 
@@ -39,6 +40,27 @@ def test_case_100_empty_prompt() -> None:
     assert bench.generate(child, 3) == continuation(prompt, 3)
     bench.finish(stream)
     assert bench.tokens(neighbour) == prompt + continuation(prompt, 10)
+    bench.end()
+
+
+def test_case_102_quotas_refuse_before_work_grows() -> None:
+    """Catches a count that is believed before a quota is looked at, and work done for it."""
+    quotas = QuotasConfig(default=QuotaConfig(contexts=8, fan_out=4, blocks=4))
+    bench = Bench(quotas=quotas)
+    root = bench.create(numbers(6, 20))
+    before = bench.pool_view, bench.engine.view(), bench.engine.usage(TENANT).bill
+    for count in (0, 5, 5_000_000, 2**31 - 1):
+        reason = Reason.TENANT_QUOTA if count == 5 else Reason.INVALID_REQUEST
+        with pytest.raises(AgentKVError) as refusal:
+            bench.fork(root, count)
+        assert refusal.value.reason is reason
+        with pytest.raises(AgentKVError) as refusal:
+            bench.engine.generate_branches(TENANT, root, count, SamplingParams())
+        assert refusal.value.reason is reason
+    with pytest.raises(PoolExhausted) as exhausted:
+        bench.create(numbers(7, 100))
+    assert exhausted.value.metadata["quota"] == "blocks"
+    assert (bench.pool_view, bench.engine.view(), bench.engine.usage(TENANT).bill) == before
     bench.end()
 
 

@@ -9,7 +9,7 @@ from cli.conftest import Invoke
 from client.fake_service import FakeService, Fault
 from rich.console import Console
 
-from agentkv import Client, InvalidRequest, Residency, Unavailable
+from agentkv import Client, InvalidRequest, LeaseMode, Residency, Unavailable
 from agentkv.cli.connection import connected
 from agentkv.cli.tree import watch
 from agentkv.cli.tree_view import draw, sharing_ratio
@@ -147,3 +147,50 @@ def test_a_draining_server_says_so(address: str, service: FakeService) -> None:
     service.faults["GetServerInfo"].append(Fault(Unavailable("Draining.")))
     with pytest.raises(Unavailable, match="Draining"), connected(address) as client:
         client.server_info()
+
+
+def test_watch_shows_a_line_for_each_event(address: str, invoke: Invoke) -> None:
+    """Catches an event that is not shown, or a command that never ends when told a count."""
+    with Client(address) as client:
+        root = client.create("abc")
+        result = invoke("watch", address, "--count", "3")
+    assert result.exit_code == 0, result.output
+    first, second, third = result.stdout.splitlines()
+    assert first.split("  ")[-2:] == ["ok", "59 of 64 blocks free, 4 reclaimable, 0 pinned"]
+    assert f"…{root.id[-6:]}  expiring  3 tokens" in second
+    assert "pressure  ok" in third
+
+
+def test_tree_shows_leases(address: str) -> None:
+    """Catches a context that is about to lose its KV and looks like any other."""
+    with Client(address) as client:
+        client.create("abc")
+        (plain,) = client.list()
+        server = client.server_info()
+    for lease, mark in (
+        (replace(plain.lease, mode=LeaseMode.PARK), "parked"),
+        (replace(plain.lease, mode=LeaseMode.DROPPABLE), "droppable"),
+        (replace(plain.lease, expire_time=None), "lease expired"),
+    ):
+        assert mark in drawn(draw(address, server, [replace(plain, lease=lease)]))
+
+
+def test_usage_shows_the_bill_and_the_quotas(address: str, invoke: Invoke) -> None:
+    """Catches a number in the wrong place, or a limit that is none and looks like 0."""
+    with Client(address) as client:
+        client.create("abc")
+        result = invoke("usage", address)
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines == [
+        "Contexts 1 now",
+        "Tokens 11 computed, of them 4 again; 22 reused, 33 generated",
+        "Block-seconds 6.5 on the device, 7.5 on the host, 8.5 on disk; sharing saved 9.5",
+        "Block copies 5",
+        "Quota of blocks 3 of 40",
+        "Quota of block-seconds no limit",
+        "Quota of contexts 2 of 8",
+        "Quota of depth 5",
+        "Quota of fan-out no limit",
+        "All tenants, device 10.0 block-seconds: 6.5 held, 3.5 cached",
+    ]

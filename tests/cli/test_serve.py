@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from cli.conftest import Invoke
@@ -86,7 +87,6 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
             "sizes the pool, as num_blocks and kv_memory do",
         ),
         (["--kv-dtype", "int4"], "kv_dtype must be auto, int8, fp8; got 'int4'"),
-        (["--kv-dtype", "fp8"], "would convert the whole pool in every layer"),
         (["--batch-invariant"], "equal to rounding, not to the bit"),
     ],
 )
@@ -143,3 +143,26 @@ def test_a_module_of_our_own_that_is_missing_is_not_hidden(
 
     monkeypatch.setattr(serve, "assemble", assemble)
     assert isinstance(invoke("serve").exception, ModuleNotFoundError)
+
+
+def test_quotas_are_read_from_a_file(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a file of quotas that is not looked at, or whose fault is a traceback."""
+    configs: list[EngineConfig] = []
+
+    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+        configs.append(config)
+        raise UnsupportedModelError("Enough.")
+
+    monkeypatch.setattr(serve, "assemble", assemble)
+    path = tmp_path / "quotas.toml"
+    path.write_text("[default]\nblocks = 7\n")
+    invoke("serve", "--quotas", str(path))
+    assert configs[0].quotas.of("anybody").blocks == 7
+    path.write_text("[default]\nbloks = 7\n")
+    for wrong, said in ((path, "know no bloks"), (tmp_path / "none.toml", "Cannot read")):
+        result = invoke("serve", "--quotas", str(wrong))
+        assert result.exit_code == 1
+        assert said in " ".join(result.stderr.split())
+    assert len(configs) == 1

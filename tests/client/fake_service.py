@@ -53,6 +53,7 @@ class FakeContext:
     root_id: str = ""
     fork_position: int = 0
     labels: dict[str, str] = field(default_factory=dict)
+    lease: pb.Lease = field(default_factory=lambda: _lease(pb.LeaseOptions()))
     num_busy_looks: int = 0
     """How many more times it shows itself as busy."""
 
@@ -131,6 +132,7 @@ class FakeService(pb_grpc.ContextServiceServicer):
                     finish.reason = pb.FINISH_REASON_ERROR
                     finish.error.reason = "KV_BLOCKS_EXHAUSTED"
                     finish.error.metadata["need"] = "3"
+                    finish.error.retry_after = 1.5
                 yield pb.GenerateBranchesResponse(finishes=[finish])
 
     def Score(self, request: pb.ScoreRequest, rpc: Any) -> pb.ScoreResponse:
@@ -149,6 +151,34 @@ class FakeService(pb_grpc.ContextServiceServicer):
         with self._handling("Truncate", request, rpc):
             del self._at(request).tokens[request.length :]
             return pb.TruncateResponse(context=self._view(request.context_id), pool=self._pool())
+
+    def UpdateLease(self, request: pb.UpdateLeaseRequest, rpc: Any) -> pb.UpdateLeaseResponse:
+        with self._handling("UpdateLease", request, rpc):
+            self._find(request.context_id).lease = _lease(request.lease)
+            return pb.UpdateLeaseResponse(
+                context=self._view(request.context_id), num_updated=1, pool=self._pool()
+            )
+
+    def Watch(self, request: pb.WatchRequest, rpc: Any) -> Iterator[pb.WatchResponse]:
+        with self._handling("Watch", request, rpc) as fault:
+            ids = list(self.contexts)
+            for number, id in enumerate(ids, start=1):
+                snapshot = pb.WatchSnapshot(
+                    contexts=[self._view(id)],
+                    pool=self._pool(),
+                    is_first=number == 1,
+                    is_last=number == len(ids),
+                )
+                yield pb.WatchResponse(events=[pb.WatchEvent(sequence=number, snapshot=snapshot)])
+            change = pb.ContextChange(
+                kind=pb.CHANGE_KIND_EXPIRING, context_id=ids[0], root_id=ids[0], length=3
+            )
+            events = [
+                pb.WatchEvent(sequence=len(ids) + 1, change=change),
+                pb.WatchEvent(sequence=len(ids) + 2, pressure=self._pool()),
+            ]
+            yield pb.WatchResponse(events=events)
+            self._maybe_fail(fault, len(ids) + 1, rpc)
 
     def Release(self, request: pb.ReleaseRequest, rpc: Any) -> pb.ReleaseResponse:
         with self._handling("Release", request, rpc):
@@ -177,6 +207,36 @@ class FakeService(pb_grpc.ContextServiceServicer):
             return pb.ListResponse(
                 contexts=[self._view(id) for id in ids[start:end]],
                 next_page_token=str(end) if end < len(ids) else "",
+            )
+
+    def GetUsage(self, request: pb.GetUsageRequest, rpc: Any) -> pb.GetUsageResponse:
+        with self._handling("GetUsage", request, rpc):
+            if request.HasField("context_id"):
+                self._find(request.context_id)
+            return pb.GetUsageResponse(
+                bill=pb.Bill(
+                    computed_tokens=11,
+                    reused_tokens=22,
+                    generated_tokens=33,
+                    recomputed_tokens=4,
+                    block_copies=5,
+                    device_block_seconds=6.5,
+                    host_block_seconds=7.5,
+                    disk_block_seconds=8.5,
+                    saved_block_seconds=9.5,
+                ),
+                num_contexts=len(self.contexts),
+                quotas=pb.Quotas(
+                    blocks=3, max_blocks=40, window=60.0, contexts=2, max_contexts=8, max_depth=5
+                ),
+                tiers=[
+                    pb.TierUsage(
+                        tier=pb.TIER_DEVICE,
+                        taken_block_seconds=10.0,
+                        held_block_seconds=6.5,
+                        unheld_block_seconds=3.5,
+                    )
+                ],
             )
 
     def GetServerInfo(self, request: pb.GetServerInfoRequest, rpc: Any) -> pb.GetServerInfoResponse:
@@ -294,8 +354,10 @@ class FakeService(pb_grpc.ContextServiceServicer):
             residency=pb.RESIDENCY_DEVICE,
             busy=context.num_busy_looks >= 0,
             labels=context.labels,
+            reclaimable_blocks=1,
         )
         view.create_time.FromSeconds(1_700_000_000)
+        view.lease.CopyFrom(context.lease)
         return view
 
     def _pool(self) -> pb.Pool:
@@ -307,6 +369,8 @@ class FakeService(pb_grpc.ContextServiceServicer):
             cached_blocks=4,
             block_size=BLOCK_SIZE,
             used_slots=live,
+            reclaimable_blocks=4,
+            level=pb.PRESSURE_LEVEL_OK,
         )
 
     def _finish(self, branch: int, id: str, generated: int) -> pb.Finish:
@@ -331,6 +395,16 @@ def serving(service: FakeService) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(None).wait()
+
+
+def _lease(options: pb.LeaseOptions) -> pb.Lease:
+    """Grants what was asked for, but at most 100 s."""
+    ttl = options.ttl if options.HasField("ttl") else 60.0
+    lease = pb.Lease(mode=options.mode or pb.LEASE_MODE_RETAIN, ttl=min(ttl, 100.0))
+    lease.expire_time.FromSeconds(1_700_000_000 + int(lease.ttl))
+    if ttl > 100.0:
+        lease.reductions.append(pb.LEASE_REDUCTION_MAX_TTL)
+    return lease
 
 
 def _step(context: FakeContext, branch: int, sampling: pb.SamplingOptions) -> pb.Chunk:

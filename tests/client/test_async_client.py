@@ -50,6 +50,7 @@ def test_every_verb(address: str, service: FakeService) -> None:
             assert (await client.attach(root.id)).length == 8
             assert len([info async for info in client.list(root.id)]) == 6
             assert (await client.server_info()).model.name == "alphabet"
+            assert (await client.get_usage()).bill == (await root.get_usage()).bill
             assert await first.release() == Released(num_released=1)
             assert copy.deepcopy(root) is root
         assert service.contexts == {}

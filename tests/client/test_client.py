@@ -10,13 +10,19 @@ from client.fake_service import FakeService, Fault
 
 from agentkv import (
     AgentKVError,
+    Bill,
     Client,
     ContextInfo,
     ContextMoved,
     FinishReason,
     InvalidRequest,
+    LeaseInfo,
+    LeaseMode,
     NotFound,
+    QuotaInfo,
     Residency,
+    Tier,
+    TierUsage,
     Usage,
 )
 
@@ -41,6 +47,8 @@ def test_create_shows_the_whole_context(client: Client) -> None:
         num_children=0,
         labels={"plan": "a"},
         create_time=datetime.fromtimestamp(1_700_000_000, UTC),
+        reclaimable_blocks=1,
+        lease=LeaseInfo(LeaseMode.RETAIN, 60.0, datetime.fromtimestamp(1_700_000_060, UTC)),
     )
     assert root.usage == client.usage == Usage(computed_tokens=4, cached_tokens=1)
     assert client.pool is not None
@@ -254,3 +262,16 @@ def test_finish_reasons_are_ours(client: Client) -> None:
     completion = client.create("abc").complete(max_tokens=2)
     assert completion.finish_reason is FinishReason.LENGTH
     assert completion.seed == 7
+
+
+def test_usage_is_read_in_full(client: Client) -> None:
+    """Catches a number that is left out or read from another field, and a limit of 0 for none."""
+    root = client.create("abc")
+    for usage in (client.get_usage(), client.get_usage(root.id), root.get_usage()):
+        assert usage.bill == Bill(11, 22, 33, 4, 5, 6.5, 7.5, 8.5, 9.5)
+        assert usage.quotas == QuotaInfo(3, 40, 0.0, None, 60.0, 2, 8, 5, None)
+        assert usage.tiers == (TierUsage(Tier.DEVICE, 10.0, 6.5, 3.5),)
+        assert usage.num_contexts == 1
+    root.release()
+    with pytest.raises(NotFound):
+        root.get_usage()

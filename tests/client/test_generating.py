@@ -237,6 +237,7 @@ def test_one_failed_branch_leaves_the_others(client: Client) -> None:
     assert branches[1].completion.finish_reason is FinishReason.ERROR
     assert isinstance(error, PoolExhausted)
     assert error.metadata == {"need": "3"}
+    assert error.retry_after == 1.5
 
 
 def test_branches_of_a_closed_stream_live_on(client: Client, service: FakeService) -> None:

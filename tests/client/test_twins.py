@@ -17,6 +17,7 @@ TWINS = [
     (agentkv.ContextGroup, agentkv.AsyncContextGroup),
     (agentkv.GenerateStream, agentkv.AsyncGenerateStream),
     (agentkv.BranchStream, agentkv.AsyncBranchStream),
+    (agentkv.WatchStream, agentkv.AsyncWatchStream),
 ]
 
 

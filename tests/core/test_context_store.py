@@ -8,8 +8,11 @@ from agentkv.config import LimitsConfig
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context_store import ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.segment import Hold
 from agentkv.errors import InvalidRequest, NotFound, Reason
+
+RETAINED = Lease(LeaseMode.RETAIN, 3600.0)
 
 
 def make_store(**limits: int) -> ContextStore:
@@ -21,7 +24,8 @@ def make_store(**limits: int) -> ContextStore:
 
 def create(store: ContextStore, length: int, *, pinned: bool = False) -> str:
     """Creates a context whose tokens are committed, yet without KV."""
-    context = store.create("t", range(length), pinned=pinned, labels={}, now=5.0)
+    lease = Lease(LeaseMode.PIN, 3600.0) if pinned else RETAINED
+    context = store.create("t", range(length), lease=lease, labels={}, now=5.0)
     context.length = length
     return context.id
 
@@ -46,7 +50,7 @@ def test_children_of_different_forks_have_different_streams() -> None:
         level = [
             child
             for parent in level
-            for child in store.fork(parent, count=3, at=None, labels={}, now=0)
+            for child in store.fork(parent, count=3, at=None, lease=parent.lease, labels={}, now=0)
         ]
         seen |= {child.ordinal for child in level}
     assert len(seen) == 1 + 3 + 9 + 27
@@ -56,7 +60,7 @@ def test_children_inherit_the_hold() -> None:
     """Catches a pinned context whose children can be pushed out."""
     store = make_store()
     parent = store.get("t", create(store, 8, pinned=True))
-    (child,) = store.fork(parent, count=1, at=4, labels={}, now=0)
+    (child,) = store.fork(parent, count=1, at=4, lease=parent.lease, labels={}, now=0)
     assert child.is_pinned and child.hold is Hold.PINNED
     assert store.view(child).pinned
     store.check()
@@ -66,8 +70,8 @@ def test_descendants_come_before_their_parents() -> None:
     """Catches a subtree listed in part, or in an order that orphans."""
     store = make_store()
     root = store.get("t", create(store, 3))
-    first, second = store.fork(root, count=2, at=None, labels={}, now=0)
-    (grandchild,) = store.fork(first, count=1, at=None, labels={}, now=0)
+    first, second = store.fork(root, count=2, at=None, lease=root.lease, labels={}, now=0)
+    (grandchild,) = store.fork(first, count=1, at=None, lease=first.lease, labels={}, now=0)
     found = store.descendants(root)
     assert set(found) == {root, first, second, grandchild}
     assert all(found.index(c) < found.index(c.parent) for c in found if c.parent is not None)
@@ -81,7 +85,7 @@ def test_a_line_of_forks_keeps_no_tokens_of_released_parents() -> None:
     store = make_store()
     context = store.get("t", create(store, 50))
     for _ in range(5):
-        (child,) = store.fork(context, count=1, at=40, labels={}, now=0)
+        (child,) = store.fork(context, count=1, at=40, lease=context.lease, labels={}, now=0)
         child.tail = store.tree.append(child.tail, range(10), child.hold)
         child.length = 50
         store.release(context)
@@ -132,7 +136,7 @@ def test_labels_are_the_callers_no_more() -> None:
     """Catches labels that change when the caller's mapping does."""
     store = make_store()
     labels = {"a": "b"}
-    context = store.create("t", [1], pinned=False, labels=labels, now=0)
+    context = store.create("t", [1], lease=RETAINED, labels=labels, now=0)
     labels["a"] = "changed"
     assert store.view(context).labels == (("a", "b"),)
 

@@ -10,11 +10,14 @@ from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.errors import PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
+
+RETAINED = Lease(LeaseMode.RETAIN, 3600.0)
 
 
 class Setup:
@@ -32,7 +35,7 @@ class Setup:
 
     def create(self, tokens: list[int]) -> Request:
         """Queues a create."""
-        context = self.store.create("t", tokens, pinned=False, labels={}, now=0)
+        context = self.store.create("t", tokens, lease=RETAINED, labels={}, now=0)
         return self.submit(Request(next(self.ids), context))
 
     def generate(self, context: Context, max_tokens: int) -> Request:
@@ -82,7 +85,9 @@ def test_roll_back_gives_everything_back() -> None:
     setup = Setup()
     parent = setup.create(list(range(10)))
     setup.step()
-    (child,) = setup.store.fork(parent.context, count=1, at=None, labels={}, now=0)
+    (child,) = setup.store.fork(
+        parent.context, count=1, at=None, lease=parent.context.lease, labels={}, now=0
+    )
     before = setup.tree.pool.num_free
     child.tail = setup.tree.append(child.tail, [7], child.hold)
     extend = setup.submit(Request(next(setup.ids), child))

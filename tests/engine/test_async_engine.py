@@ -15,7 +15,7 @@ from fakes import FakeModelRunner, continuation, make_engine
 from agentkv.config import SchedulerConfig
 from agentkv.core.batch import Batch
 from agentkv.engine.async_engine import AsyncEngine
-from agentkv.engine.generation_stream import GenerationStream
+from agentkv.engine.engine_stream import EngineStream
 from agentkv.engine.outputs import Chunk, EngineView, Finish, Update
 from agentkv.errors import AgentKVError, ContextBusy, InvalidRequest, NotFound, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
@@ -105,7 +105,7 @@ def tokens_of(updates: list[Update]) -> list[int]:
     return [token for item in updates if isinstance(item, Chunk) for token in item.token_ids]
 
 
-async def read(stream: GenerationStream, into: list[Update]) -> None:
+async def read(stream: EngineStream[Update], into: list[Update]) -> None:
     async for updates in stream:
         into += updates
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from bench import TENANT, Bench, numbers
+from bench import PINNED, TENANT, Bench, numbers
 from fakes import make_engine
 
 from agentkv.config import LimitsConfig
@@ -56,7 +56,7 @@ def test_create_that_came_to_nothing_is_run_again(end: str) -> None:
     "repeat",
     [
         lambda engine: engine.create(TENANT, numbers(2, 20), request_id="r"),
-        lambda engine: engine.create(TENANT, numbers(1, 20), pinned=True, request_id="r"),
+        lambda engine: engine.create(TENANT, numbers(1, 20), lease=PINNED, request_id="r"),
         lambda engine: engine.create(TENANT, numbers(1, 20), labels={"x": "y"}, request_id="r"),
     ],
 )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from bench import TENANT, Bench
+from bench import PINNED, RETAINED, TENANT, Bench
 from fakes import continuation, logprob, next_token
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LimitsConfig, QuotaConfig, QuotasConfig
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.views import ContextView
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -78,9 +78,16 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([3, 8, 64]),
         budget=st.sampled_from([4, 16, 64]),
         watermark=st.sampled_from([0, 0, 1, 3]),
+        quota=st.sampled_from([None, None, 4, 8]),
     )
     def start(
-        self, block_size: int, num_blocks: int, chunk: int, budget: int, watermark: int
+        self,
+        block_size: int,
+        num_blocks: int,
+        chunk: int,
+        budget: int,
+        watermark: int,
+        quota: int | None,
     ) -> None:
         self.watermark = watermark
         self.bench = Bench(
@@ -92,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_length=MAX_LENGTH,
             max_waiting=6,
             limits=LimitsConfig(max_contexts=MAX_CONTEXTS, max_depth=5),
+            quotas=QuotasConfig(default=QuotaConfig(blocks=quota)),
         )
         self.bench.runner.before_step = lambda batch: self._fail("before")
         self.bench.runner.after_writes = lambda batch: self._fail("after")
@@ -111,7 +119,8 @@ class EngineMachine(RuleBasedStateMachine):
         base = self.model[self._pick(pick)] if self.model else []
         tokens = base[: cut % (len(base) + 1)] + tokens
         with self._unchanged_if_refused():
-            operation = self.bench.engine.create(TENANT, tokens, pinned=pinned)
+            lease = PINNED if pinned else RETAINED
+            operation = self.bench.engine.create(TENANT, tokens, lease=lease)
             context_id = operation.requests[0].context.id
             self.model[context_id], self.parents[context_id] = [], None
             self.pending.append(Pending(operation, [context_id], tokens, is_create=True))
@@ -418,6 +427,10 @@ def _logprobs(base: list[int], tokens: list[int]) -> list[float]:
 
 def _check_numbers(error: AgentKVError, watermark: int) -> None:
     """Asserts that a refusal for lack of blocks is justified by its own numbers."""
+    if error.reason is Reason.TENANT_QUOTA and error.metadata["quota"] == "blocks":
+        need, free, reclaimable = (int(error.metadata[n]) for n in ("need", "free", "reclaimable"))
+        assert free >= 0 and reclaimable >= 0
+        assert need > free + reclaimable, "it would have fitted"
     if error.reason is not Reason.KV_BLOCKS_EXHAUSTED:
         return
     assert isinstance(error, PoolExhausted)

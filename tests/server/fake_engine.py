@@ -7,14 +7,21 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued
 from agentkv.core.batch import TopLogprobs
+from agentkv.core.bill import Bill
 from agentkv.core.context_store import ContextPage
+from agentkv.core.lease import DEFAULT_TERMS, Lease, LeaseMode, LeaseReduction, LeaseTerms
+from agentkv.core.occupancy import Tier
+from agentkv.core.pressure import PressureLevel
+from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
+from agentkv.core.usage_view import TierView, UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
+from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Branches,
@@ -25,6 +32,7 @@ from agentkv.engine.outputs import (
     EngineView,
     Finish,
     Forked,
+    Leased,
     ModelFacts,
     Released,
     Scores,
@@ -38,7 +46,17 @@ from agentkv.sampling_params import SamplingParams
 VOCAB_SIZE = 300
 MAX_LENGTH = 4096
 
-POOL = PoolView(total=64, free=40, live=16, cached=8, pinned=2, block_size=16, used_slots=300)
+POOL = PoolView(
+    total=64,
+    free=40,
+    live=16,
+    cached=8,
+    pinned=2,
+    block_size=16,
+    used_slots=300,
+    reclaimable=20,
+    level=PressureLevel.SOFT,
+)
 FACTS = ModelFacts(
     name="fake",
     architecture="FakeForCausalLM",
@@ -84,6 +102,7 @@ class FakeContext:
     parent_id: str | None = None
     fork_position: int = 0
     labels: dict[str, str] = field(default_factory=dict)
+    lease: Lease = field(default_factory=lambda: Lease(LeaseMode.RETAIN, 60.0))
 
     def view(self) -> ContextView:
         return ContextView(
@@ -97,7 +116,9 @@ class FakeContext:
             private_blocks=1,
             shared_blocks=2,
             residency=Residency.DEVICE,
-            pinned=False,
+            reclaimable_blocks=3,
+            lease=self.lease,
+            expire_time=1_700_000_060.5,
             has_head_logits=True,
             is_busy=False,
             num_children=0,
@@ -106,15 +127,18 @@ class FakeContext:
         )
 
 
+UpdateT = TypeVar("UpdateT")
 Step = Callable[[], tuple[Update, ...]]
 
 
-class FakeStream:
+class FakeStream(Generic[UpdateT]):
     """Hands out steps one by one, when the engine's gate is open."""
 
-    def __init__(self, engine: "FakeEngine", steps: list[Step]) -> None:
+    def __init__(
+        self, engine: "FakeEngine", steps: Sequence[Callable[[], tuple[UpdateT, ...]]]
+    ) -> None:
         self._engine = engine
-        self._steps = steps
+        self._steps = list(steps)
         self._engine.open_streams.add(self)
 
     async def __aenter__(self) -> Self:
@@ -132,7 +156,7 @@ class FakeStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[Update, ...]:
+    async def __anext__(self) -> tuple[UpdateT, ...]:
         if self._engine.steps_before_hold == 0:
             self._engine.steps_before_hold = None
             self._engine.gate.clear()
@@ -161,6 +185,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.limits = LimitsConfig(max_fork_count=8, max_continuations=4)
+        self.lease_limits = LeaseConfig()
         self.tokenizer = FakeTokenizer()
         self.facts = FACTS
         self.contexts: dict[str, FakeContext] = {}
@@ -171,7 +196,7 @@ class FakeEngine:
         self.gate.set()
         self.steps_before_hold: int | None = None
         self.waiting = asyncio.Event()
-        self.open_streams: set[FakeStream] = set()
+        self.open_streams: set[FakeStream[Any]] = set()
         self.all_closed = asyncio.Event()
         self.calls: list[str] = []
         self.is_stopped = False
@@ -205,6 +230,7 @@ class FakeEngine:
         tenant: str,
         token_ids: Sequence[int],
         *,
+        lease: LeaseTerms = DEFAULT_TERMS,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
         logprobs: bool = False,
@@ -225,6 +251,7 @@ class FakeEngine:
         *,
         count: int = 1,
         at: int | None = None,
+        lease: LeaseTerms | None = None,
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
     ) -> Forked:
@@ -264,7 +291,7 @@ class FakeEngine:
         *,
         expected_length: int | None = None,
         grammar: Grammar | Continued | None = None,
-    ) -> FakeStream:
+    ) -> FakeStream[Update]:
         self.calls.append("generate")
 
         def begin() -> tuple[Update, ...]:
@@ -273,7 +300,7 @@ class FakeEngine:
             stream._steps.extend(self._generation([context], params))
             return (Branches((context.view(),)),)
 
-        stream = FakeStream(self, [begin])
+        stream = FakeStream[Update](self, [begin])
         return stream
 
     def generate_branches(
@@ -286,7 +313,7 @@ class FakeEngine:
         at: int | None = None,
         labels: Mapping[str, str] = {},
         grammar: Grammar | Continued | None = None,
-    ) -> FakeStream:
+    ) -> FakeStream[Update]:
         self.calls.append("generate_branches")
 
         def begin() -> tuple[Update, ...]:
@@ -295,7 +322,7 @@ class FakeEngine:
             stream._steps.extend(self._generation(branches, params))
             return (Branches(tuple(branch.view() for branch in branches)),)
 
-        stream = FakeStream(self, [begin])
+        stream = FakeStream[Update](self, [begin])
         return stream
 
     async def score(
@@ -314,6 +341,35 @@ class FakeEngine:
         self._check_position(context, length)
         del context.tokens[length:]
         return Truncated(context.view(), POOL)
+
+    async def update_lease(
+        self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
+    ) -> Leased:
+        await self._begin("update_lease")
+        context = self._find(context_id)
+        reductions = (LeaseReduction.MAX_TTL,) if terms.may_reduce else ()
+        context.lease = Lease(terms.mode or context.lease.mode, terms.ttl or 60.0, reductions)
+        return Leased(context.view(), num_updated=2 if recursive else 1, pool=POOL)
+
+    def watch(self, tenant: str) -> "FakeStream[WatchUpdate]":
+        self.calls.append("watch")
+
+        def snapshot() -> tuple[WatchUpdate, ...]:
+            views = tuple(context.view() for context in self.contexts.values())
+            return (Snapshot(views, POOL, is_first=True, is_last=True, sequence=1),)
+
+        def changes() -> tuple[WatchUpdate, ...]:
+            (context,) = self.contexts.values()
+            changes = [
+                Change(kind, context.id, None, context.id, 0, 3, context.lease, None, sequence)
+                for sequence, kind in enumerate(ChangeKind, start=2)
+            ]
+            return (*changes, PoolChange(POOL, len(changes) + 2))
+
+        return FakeStream[WatchUpdate](self, [snapshot, changes])
+
+    async def end_watches(self) -> None:
+        self.calls.append("end_watches")
 
     async def release(
         self,
@@ -355,6 +411,17 @@ class FakeEngine:
         return ContextPage(
             tuple(chosen[start : start + page_size]), str(start + page_size) if rest else ""
         )
+
+    async def usage(
+        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
+    ) -> UsageView:
+        await self._begin("usage")
+        if context_id is not None:
+            self._find(context_id)
+        bill = Bill(computed_tokens=7, block_seconds=(1.5, 0.0, 0.0), saved_block_seconds=0.5)
+        quotas = QuotaView(3, 9, 0.0, None, 60.0, len(self.contexts), 8, 4, None)
+        tiers = (TierView(Tier.DEVICE, 3.0, 1.5, 1.5),)
+        return UsageView(bill, len(self.contexts), tiers, quotas)
 
     async def view(self) -> EngineView:
         await self._begin("view")

@@ -110,7 +110,7 @@ def test_serve_ends_on_a_signal(number: signal.Signals) -> None:
 
         before = signal.getsignal(number)
         await serve(engine, ServerConfig(port=0, grace=0.0), on_ready=ready)
-        assert engine.calls == ["start", "stop"]
+        assert engine.calls == ["start", "end_watches", "stop"]
         assert signal.getsignal(number) in (before, signal.default_int_handler, signal.SIG_DFL)
         port = int(addresses[0].rpartition(":")[2])
         assert port != 0
@@ -129,7 +129,7 @@ def test_serve_ends_when_its_engine_fails() -> None:
 
         with pytest.raises(errors.InternalError):
             await serve(engine, ServerConfig(port=0, grace=0.0), on_ready=ready)
-        assert engine.calls == ["start", "stop"]
+        assert engine.calls == ["start", "end_watches", "stop"]
 
     run(scenario())
 

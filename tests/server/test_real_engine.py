@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from server.harness import failure_of, run
-from server.real_engine import ReallyServed, really_serving
+from server.real_engine import ReallyServed, really_serving, tiny_engine
 
-from agentkv.errors import InvalidRequest, Reason
+from agentkv.config import QuotaConfig, QuotasConfig
+from agentkv.errors import InvalidRequest, NotFound, PoolExhausted, Reason
 from agentkv.server import service
 from agentkv.v1 import agentkv_pb2 as pb
 
@@ -169,5 +170,36 @@ def test_a_handle_that_no_server_gave_names_nothing(method: str) -> None:
                 answers.add((error.reason, error.message, *error.metadata, *error.violations))
             ((reason, *_),) = answers
             assert reason is Reason.CONTEXT_NOT_FOUND
+
+    run(scenario())
+
+
+def test_usage_and_quotas_cross_the_wire() -> None:
+    """Catches a bill, a limit or a refusal that loses its numbers on the way."""
+    quotas = QuotasConfig(default=QuotaConfig(contexts=2, blocks=40))
+
+    async def scenario() -> None:
+        async with really_serving(tiny_engine(quotas=quotas)) as served:
+            root = await created(served, *range(10, 30))
+            await served.stub.Fork(pb.ForkRequest(context_id=root))
+            error = await failure_of(served.stub.Fork(pb.ForkRequest(context_id=root)))
+            assert isinstance(error, PoolExhausted)
+            assert error.reason is Reason.TENANT_QUOTA
+            assert (error.metadata["quota"], error.metadata["free"]) == ("contexts", "0")
+            for request in (pb.GetUsageRequest(), pb.GetUsageRequest(root_id=root)):
+                answer = await served.stub.GetUsage(request)
+                assert answer.num_contexts == 2
+                assert answer.bill.computed_tokens == 20
+                assert answer.bill.device_block_seconds > 0
+                assert answer.quotas.blocks == 2
+                assert (answer.quotas.max_blocks, answer.quotas.max_contexts) == (40, 2)
+                assert not answer.quotas.HasField("max_block_seconds")
+                (tier,) = answer.tiers
+                assert tier.tier == pb.TIER_DEVICE
+                assert tier.taken_block_seconds == tier.held_block_seconds
+            alone = await served.stub.GetUsage(pb.GetUsageRequest(context_id=root))
+            assert alone.num_contexts == 1
+            unknown = served.stub.GetUsage(pb.GetUsageRequest(context_id="none"))
+            assert isinstance(await failure_of(unknown), NotFound)
 
     run(scenario())

@@ -229,7 +229,9 @@ def test_generate_branches_gives_handles_first_and_a_finish_per_branch() -> None
 
     async def scenario() -> None:
         engine = FakeEngine()
-        engine.branch_error = errors.PoolExhausted("No blocks.", metadata={"need": 4})
+        engine.branch_error = errors.PoolExhausted(
+            "No blocks.", metadata={"need": 4}, retry_after=1.5
+        )
         async with serving(engine) as served:
             root = await created(served)
             call = served.stub.GenerateBranches(
@@ -261,6 +263,7 @@ def test_generate_branches_gives_handles_first_and_a_finish_per_branch() -> None
             ]
             assert finishes[2].error.reason == "KV_BLOCKS_EXHAUSTED"
             assert dict(finishes[2].error.metadata) == {"need": "4"}
+            assert finishes[2].error.retry_after == 1.5
 
     run(scenario())
 

@@ -1,23 +1,47 @@
-"""One generation as seen from the event loop: what came, in order, until it ends.
+"""One stream of updates as seen from the event loop: what came, in order, until it ends.
 
-The reader sets the pace. While it lags, the engine keeps what follows in the operation, where
-tokens of many steps become one chunk, so a slow reader costs no memory per step.
+The reader sets the pace. While it lags, what follows is kept at the source, in bounded memory: in
+a generation, tokens of many steps become one chunk, and a watcher starts over with a snapshot.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
-from agentkv.engine.operations import Generation
-from agentkv.engine.outputs import Update
 from agentkv.errors import AgentKVError
+
+UpdateT = TypeVar("UpdateT")
+UpdateT_co = TypeVar("UpdateT_co", covariant=True)
 
 _MAX_UNREAD = 64
 """Messages under way before the engine holds back."""
 
 
-class GenerationStream:
+class Source(Protocol[UpdateT_co]):
+    """Where the updates of a stream come from; touched on the engine's thread only."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no update will follow those that are there."""
+        ...
+
+    @property
+    def has_more(self) -> bool:
+        """Whether updates are left after some were taken."""
+        ...
+
+    @property
+    def error(self) -> AgentKVError | None:
+        """What ended it, if it did not end well."""
+        ...
+
+    def take_news(self) -> tuple[UpdateT_co, ...]:
+        """Hands over what came since the last call, or a part of it."""
+        ...
+
+
+class EngineStream(Generic[UpdateT]):
     """An asynchronous iterator of updates, one tuple per engine step that had news.
 
     Use as `async with stream: async for updates in stream`. Leaving the block cancels what still
@@ -30,11 +54,11 @@ class GenerationStream:
     def __init__(
         self,
         *,
-        begin: Callable[["GenerationStream"], None],
-        pull: Callable[["GenerationStream"], None],
-        cancel: Callable[["GenerationStream"], None],
+        begin: Callable[["EngineStream[UpdateT]"], None],
+        pull: Callable[["EngineStream[UpdateT]"], None],
+        cancel: Callable[["EngineStream[UpdateT]"], None],
     ) -> None:
-        self.operation: Generation | None = None
+        self.source: Source[UpdateT] | None = None
         """Set on the engine's thread once the call was accepted."""
         self.num_sent = 0
         self.is_closed = False
@@ -43,7 +67,7 @@ class GenerationStream:
         self._cancel = cancel
         self._is_begun = self._is_complete = self._has_lagged = False
         self._num_read = 0
-        self._unread: deque[tuple[Update, ...]] = deque()
+        self._unread: deque[tuple[UpdateT, ...]] = deque()
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
@@ -60,7 +84,7 @@ class GenerationStream:
         """Iterates over the steps that had news."""
         return self
 
-    async def __anext__(self) -> tuple[Update, ...]:
+    async def __anext__(self) -> tuple[UpdateT, ...]:
         """Waits for the next step with news.
 
         Raises:
@@ -98,7 +122,7 @@ class GenerationStream:
         self._has_lagged = True
         return self.num_sent - self._num_read < _MAX_UNREAD
 
-    def put(self, updates: tuple[Update, ...], error: Exception | None, *, is_last: bool) -> None:
+    def put(self, updates: tuple[UpdateT, ...], error: Exception | None, *, is_last: bool) -> None:
         """Takes in what a step brought; called on the event loop."""
         if updates:
             self._unread.append(updates)
