@@ -69,7 +69,7 @@ class Completion:
     """Everything one branch generated."""
 
     text: str
-    """Without the stop text that ended it."""
+    """Without the stop text that ended it, unless `include_stop` was asked for."""
     token_ids: tuple[int, ...]
     """Every committed token, those of the stop included."""
     finish_reason: FinishReason
@@ -83,7 +83,9 @@ class Completion:
     stop: str | None = None
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
-    """Generated tokens that lie wholly before the stop text, if one ended it."""
+    """Generated tokens that lie wholly before the stop, if one ended it."""
+    num_characters_before_stop: int | None = None
+    """Characters of the text before the stop, if one ended it."""
     error: AgentKVError | None = None
     """What failed, when `finish_reason` is ERROR; what was committed before stays."""
     tool_calls: tuple[ToolCall, ...] = ()

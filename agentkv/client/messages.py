@@ -6,7 +6,7 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 from agentkv.client import replies
 from agentkv.client.values import LeaseMode, LeaseOptions
@@ -17,6 +17,7 @@ from agentkv.constraint import (
     JsonSchema,
     Lark,
     Regex,
+    Tool,
     Tools,
 )
 from agentkv.errors import InvalidRequest
@@ -33,6 +34,17 @@ Lease = LeaseMode | LeaseOptions
 NO_LEASE: Final = LeaseOptions()
 
 NO_LABELS: Mapping[str, str] = {}
+
+
+class ChatOptions(NamedTuple):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the opening of the assistant's turn follows, unless the last message stays open."""
+    continue_final_message: bool = False
+    """Whether the last message, an assistant's, stays open."""
+    tools: Sequence[Tool] = ()
+    """What the template shows the model as callable."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -56,6 +68,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str]
     """One text, or several."""
+    include_stop: bool
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
@@ -69,7 +82,7 @@ def create(
     messages: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
     *,
-    add_generation_prompt: bool,
+    chat: ChatOptions,
     allow_special: bool,
     lease: Lease | None,
     labels: Mapping[str, str],
@@ -80,7 +93,7 @@ def create(
     _require_one(text=text, messages=messages, token_ids=token_ids)
     with _refusing_bad_values():
         request = pb.CreateRequest(
-            messages=None if messages is None else _chat(messages, add_generation_prompt),
+            messages=None if messages is None else _chat(messages, chat),
             token_ids=_ids(token_ids),
             lease=_lease(lease),
             labels=labels,
@@ -124,17 +137,20 @@ def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.Update
 def extend(
     context_id: str,
     text: str | None,
+    messages: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
     *,
+    chat: ChatOptions,
     expected_length: int,
     logprobs: bool,
     allow_special: bool,
 ) -> pb.ExtendRequest:
     """Builds an Extend request from exactly one form of input."""
-    _require_one(text=text, token_ids=token_ids)
+    _require_one(text=text, messages=messages, token_ids=token_ids)
     with _refusing_bad_values():
         request = pb.ExtendRequest(
             context_id=context_id,
+            messages=None if messages is None else _chat(messages, chat),
             token_ids=_ids(token_ids),
             expected_length=expected_length,
             logprobs=logprobs,
@@ -246,10 +262,7 @@ def _constraint(constraint: Constraint | None) -> pb.Constraint | None:
         case Choices():
             return pb.Constraint(choices=pb.Choices(texts=constraint.texts))
         case Tools():
-            tools = [
-                pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
-                for tool in constraint.tools
-            ]
+            tools = [_tool(tool) for tool in constraint.tools]
             return pb.Constraint(tools=pb.Tools(tools=tools, choice=constraint.choice))
         case Continued():
             return pb.Constraint(continued=True)
@@ -261,7 +274,7 @@ def _constraint(constraint: Constraint | None) -> pb.Constraint | None:
     )
 
 
-def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatMessages:
+def _chat(messages: Sequence[ChatTurn], options: ChatOptions) -> pb.ChatMessages:
     for number, turn in enumerate(messages):
         if set(turn) != {"role", "content"}:
             raise InvalidRequest(
@@ -270,8 +283,16 @@ def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatM
             )
     return pb.ChatMessages(
         messages=[pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages],
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=(
+            options.add_generation_prompt and not options.continue_final_message
+        ),
+        continue_final_message=options.continue_final_message,
+        tools=[_tool(tool) for tool in options.tools],
     )
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    return pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
 
 
 def _continuation(item: Continuation) -> pb.Continuation:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from agentkv.core.bill import Bill
 from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.occupancy import Readings
+from agentkv.core.rendering import Rendering
 from agentkv.core.segment import Hold, Segment
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Context:
     """Living contexts forked from it."""
     request: "Request | None" = field(default=None, repr=False)
     """The request that may change it, if any."""
+    rendering: Rendering | None = field(default=None, repr=False)
+    """What a chat template wrote of it, if anything; forks and truncations keep what they can."""
     region: Region | None = None
     """Where its last constrained generation began, and with what; forks and truncations at or
     beyond that position keep it."""
@@ -85,6 +88,10 @@ class Context:
     """Whether a request has run on it."""
     num_once_computed: int = 0
     """Leading tokens that had KV at some time: to run them again is to recompute."""
+
+    def rendering_at(self, position: int) -> Rendering | None:
+        """Finds what of the template's writing is left at a position."""
+        return None if self.rendering is None else self.rendering.at(position)
 
     def region_at(self, position: int) -> Region | None:
         """Finds the region that a branch forked at a position, or cut to it, is in."""

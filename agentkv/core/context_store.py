@@ -205,6 +205,7 @@ class ContextStore:
         """
         _check_position(length, context.length)
         context.region = context.region_at(length)
+        context.rendering = context.rendering_at(length)
         self.ledger.end(context)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
         self.ledger.begin(context)
@@ -407,6 +408,7 @@ class ContextStore:
                 parent.root_id,
                 labels,
                 region=parent.region_at(position),
+                rendering=parent.rendering_at(position),
                 readings=readings,
                 num_once_computed=num_once_computed,
             )

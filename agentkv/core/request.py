@@ -12,6 +12,7 @@ from typing import NamedTuple
 from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.matcher import Matcher
+from agentkv.core.rendering import Rendering
 from agentkv.core.token_counter import TokenCounter
 from agentkv.core.token_rules import TokenRules
 from agentkv.core.views import Usage
@@ -73,6 +74,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_promised: int = 0
     """Blocks that admission counted for it and it has not taken yet."""
+    rendering: Rendering | None = None
+    """What a chat template wrote of the context once its given tokens are committed."""
     computed_tokens: int = 0
     cached_tokens: int | None = None
     """Known once it is first scheduled."""

@@ -115,6 +115,7 @@ class Scheduler:
             elif work.request.params is None and work.upto == work.request.target:
                 context = work.request.context
                 self._store.set_length(context, context.tail.end)
+                context.rendering = work.request.rendering or context.rendering
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:

@@ -12,11 +12,13 @@ from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
+from agentkv.engine.conversation import Conversation
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_stream import EngineStream
 from agentkv.engine.engine_thread import EngineThread, shutting_down
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
+    ChatState,
     Committed,
     ContextTokens,
     EngineView,
@@ -93,6 +95,7 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
@@ -103,6 +106,7 @@ class AsyncEngine:
                 labels=labels,
                 request_id=request_id,
                 logprobs=logprobs,
+                chat=chat,
             )
         )
         return operation.answer
@@ -142,11 +146,17 @@ class AsyncEngine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Appends given tokens, all or none; see `Engine.extend`."""
         operation = await self._thread.complete(
             lambda: self._engine.extend(
-                tenant, context_id, token_ids, expected_length=expected_length, logprobs=logprobs
+                tenant,
+                context_id,
+                token_ids,
+                expected_length=expected_length,
+                logprobs=logprobs,
+                chat=chat,
             )
         )
         return operation.answer
@@ -261,6 +271,14 @@ class AsyncEngine:
                 self._engine.get(tenant, context_id),
                 self._engine.tokens(tenant, context_id, start, limit=limit),
             )
+        )
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation a context was made of; see `Engine.chat`."""
+        return await self._thread.call(
+            lambda: self._engine.chat(tenant, context_id, expected_length=expected_length)
         )
 
     async def list(

@@ -24,6 +24,7 @@ from agentkv.core.context_tree import ContextTree
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
 from agentkv.core.pressure import PressureGauge
+from agentkv.core.rendering import Rendering
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
@@ -31,18 +32,19 @@ from agentkv.core.segment import Hold
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
 from agentkv.core.watch import Watcher
+from agentkv.engine.conversation import Conversation
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
 from agentkv.engine.grammar import Grammar, GrammarMatcher
 from agentkv.engine.grammar_compiler import GrammarCompiler
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
+from agentkv.engine.outputs import ChatState, EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Runner
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.tool_format import ToolCall
-from agentkv.errors import AgentKVError, NotFound
+from agentkv.errors import AgentKVError, InvalidRequest, NotFound, Reason
 from agentkv.sampling_params import SamplingParams
 
 OperationT = TypeVar("OperationT", bound=Operation)
@@ -107,8 +109,11 @@ class Engine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
+
+        `chat` is the conversation that the tokens were made of, if they were made of one.
 
         With `logprobs`, the answer has the log-probability of every token but the first.
 
@@ -120,7 +125,7 @@ class Engine:
         """
         self._tick()
         now = self._clock()
-        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs)
+        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs, chat)
         known = self._replies.find(tenant, "Create", request_id, body, now)
         if isinstance(known, Commit) and not known.has_failed:
             if not known.context.is_released:
@@ -131,9 +136,12 @@ class Engine:
         context = self._store.create(
             tenant, token_ids, lease=proposed, labels=labels or {}, now=now
         )
+        request = self._factory.completion(context, with_logprobs=logprobs)
+        if chat is not None:
+            request.rendering = Rendering(chat, len(token_ids))
         operation = Commit(
             context,
-            [self._factory.completion(context, with_logprobs=logprobs)],
+            [request],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -244,8 +252,11 @@ class Engine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Commit:
         """Appends given tokens, all or none.
+
+        `chat` is what the tokens add to the conversation that the context was made of.
 
         Raises:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
@@ -260,6 +271,9 @@ class Engine:
         requests = []
         if token_ids:
             requests.append(self._factory.extension(context, token_ids, with_logprobs=logprobs))
+            if chat is not None:
+                end = context.length + len(token_ids)
+                requests[0].rendering = Rendering(chat, end, context.rendering)
         operation = Commit(context, requests, self._store.view, self.pool_view)
         try:
             self._leases.check_pins([context])
@@ -422,6 +436,27 @@ class Engine:
             InvalidRequest: The context is shorter than `start`.
         """
         return self._store.tokens(self._store.get(tenant, context_id), start, limit)
+
+    def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation an idle context was made of, and what follows it there.
+
+        Raises:
+            NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
+            InvalidRequest: It was not made of messages, or was cut to less than their tokens.
+        """
+        context = self._store.get_idle(tenant, context_id, expected_length)
+        if context.rendering is None:
+            raise InvalidRequest(
+                "The context was not made of messages, or was cut within the first of them; extend "
+                "it by text, or create another from the whole conversation.",
+                reason=Reason.CHAT_NOT_EXTENDABLE,
+                metadata={"common_length": 0},
+            )
+        calls = [call for call in context.rendering if isinstance(call, Conversation)]
+        turn_ids = self._store.tokens(context, context.rendering.end, None)
+        return ChatState(Conversation.joined(calls), turn_ids, context.length)
 
     def list(
         self,
@@ -604,7 +639,10 @@ class Engine:
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
-            [Detokenizer(self.tokenizer, prime, params.stop) for _ in contexts],
+            [
+                Detokenizer(self.tokenizer, prime, params.stop, include_stop=params.include_stop)
+                for _ in contexts
+            ],
             self._store.view,
             self.pool_view,
             self._loop.end,

@@ -197,18 +197,17 @@ class Generation(Operation):
     def on_event(self, event: Event) -> None:
         """Adds tokens to their branch, and ends the branch at a stop text."""
         branch, request = self._branches[event.request], event.request
-        delta, num_before_stop = TextDelta(""), None
+        delta = TextDelta("")
         tokens = () if event.token is None else (event.token, *event.forced)
         for number, token in enumerate(tokens):
             branch.token_ids.append(token)
             if event.finish is FinishReason.STOP and token in request.end_token_ids:
-                num_before_stop = request.generated_tokens - 1  # committed, its text withheld
+                delta = self._stop_at(request, branch, token)
                 break
             delta = branch.detokenizer.push(token)
             branch.text += delta.text
             if delta.stopped is not None:
                 event = event._replace(finish=FinishReason.STOP, error=None)
-                num_before_stop = delta.num_tokens_before_stop
                 self._end(request, len(tokens) - 1 - number)  # forced tokens that came after it
                 break
         if event.logprob is not None:
@@ -219,21 +218,32 @@ class Generation(Operation):
             return
         if delta.stopped is None:
             branch.text += branch.detokenizer.flush()
-        self._finish(event, branch.number, event.finish, delta.stopped, num_before_stop)
+        self._finish(event, branch.number, event.finish, delta)
+
+    def _stop_at(self, request: Request, branch: _Branch, token: int) -> TextDelta:
+        """Ends the text before a stop token, which is committed, or with it if that is wanted."""
+        branch.text += branch.detokenizer.flush()
+        num_characters = branch.detokenizer.num_characters
+        if request.params is not None and request.params.include_stop:
+            branch.text += branch.detokenizer.push(token).text
+        return TextDelta("", None, request.generated_tokens - 1, num_characters)
 
     def _finish(
         self,
         event: Event,
         number: int,
         reason: FinishReason,
-        stop: str | None,
-        num_before_stop: int | None,
+        last: TextDelta,
     ) -> None:
         if self._is_single:
             self.error = event.error
         is_released = event.error is not None and event.error.reason is Reason.CONTEXT_RELEASED
         calls: Sequence[ToolCall] = ()
-        if reason is FinishReason.STOP and stop is None and event.request.matcher is not None:
+        if (
+            reason is FinishReason.STOP
+            and last.stopped is None
+            and event.request.matcher is not None
+        ):
             calls = self._read_calls(event.request.context)
         self._finishes.append(
             Finish(
@@ -244,8 +254,9 @@ class Generation(Operation):
                 pool=self._pool(),
                 seed=self._seed,
                 error=event.error,
-                stop=stop,
-                num_tokens_before_stop=num_before_stop,
+                stop=last.stopped,
+                num_tokens_before_stop=last.num_tokens_before_stop,
+                num_characters_before_stop=last.num_characters_before_stop,
                 tool_calls=tuple(calls),
             )
         )

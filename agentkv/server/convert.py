@@ -262,6 +262,7 @@ def finish(value: Finish) -> pb.Finish:
         seed=value.seed,
         stop=value.stop,
         num_tokens_before_stop=value.num_tokens_before_stop,
+        num_characters_before_stop=value.num_characters_before_stop,
         error=None if value.error is None else branch_error(value.error),
         pool=None if value.pool is None else pool(value.pool),
         tool_calls=[

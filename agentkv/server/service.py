@@ -15,7 +15,8 @@ from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
 from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
-from agentkv.server.encoding import encode_inputs, encode_prompt
+from agentkv.server.encoding import encode_extension, encode_inputs, encode_prompt
+from agentkv.server.inputs import ChatInput
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
@@ -49,6 +50,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             labels=labels,
             request_id=request_id,
             logprobs=request.logprobs,
+            chat=prompt.chat if isinstance(prompt, ChatInput) else None,
         )
         return convert.created(committed)
 
@@ -81,15 +83,16 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
-        (token_ids,) = await encode_inputs(
-            self._engine.tokenizer, [extension], lambda i: "text", checks
+        encoded = await encode_extension(
+            self._engine, tenant_of(rpc), context_id, extension, _expected_length(request), checks
         )
         committed = await self._engine.extend(
             tenant_of(rpc),
             context_id,
-            token_ids,
-            expected_length=_expected_length(request),
+            encoded.token_ids,
+            expected_length=encoded.expected_length,
             logprobs=request.logprobs,
+            chat=encoded.chat,
         )
         return convert.extended(committed)
 

@@ -621,21 +621,37 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether to append the opening of the assistant's turn. Default: true."""
+    """Whether to append the opening of the assistant's turn. Default: true, unless
+    `continue_final_message`.
+    """
+    continue_final_message: _builtins.bool
+    """Whether the last message, an assistant's, stays open: what is generated goes on with it.
+    Contradicts `add_generation_prompt`. Default: false.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, in order; at least 1, at most 4,096."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the template shows the model; at most 128, with different names. Given with the first
+        messages of a context alone. Text of special tokens in them stays plain text.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -692,6 +708,7 @@ class SamplingOptions(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate per branch, in [1, 1048576]. Default: 256. Generation also ends at the
     model's longest context.
@@ -738,6 +755,10 @@ class SamplingOptions(_message.Message):
     """
     top_logprobs: _builtins.int
     """Reports the most likely tokens at each position too, in [0, 64]; needs `logprobs`. Default: 0."""
+    include_stop: _builtins.bool
+    """Whether the stop that ends generation is part of the text. Default: false. A token that stands
+    for no text adds none.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end generation: at most 64, each of 1 to 1,024 characters. A stop's text is withheld
@@ -787,10 +808,11 @@ class SamplingOptions(_message.Message):
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -1102,6 +1124,7 @@ class Finish(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_CHARACTERS_BEFORE_STOP_FIELD_NUMBER: _builtins.int
     branch: _builtins.int
     """Number of the branch, in [0, count); 0 in Generate."""
     reason: Global___FinishReason.ValueType
@@ -1113,6 +1136,10 @@ class Finish(_message.Message):
     num_tokens_before_stop: _builtins.int
     """Generated tokens that lie wholly before the stop: truncate to the length before the call plus
     this to drop the stop. Not set when no stop text ended it.
+    """
+    num_characters_before_stop: _builtins.int
+    """Characters (Unicode code points) of the generated text before the stop, when a stop text or a
+    stop token ended it.
     """
     @_builtins.property
     def context(self) -> Global___Context:
@@ -1149,17 +1176,22 @@ class Finish(_message.Message):
         error: Global___BranchError | None = ...,
         pool: Global___Pool | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        num_characters_before_stop: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_characters_before_stop: _TypeAlias = _typing.Literal["num_characters_before_stop"]  # noqa: Y015
+    _WhichOneofArgType__num_characters_before_stop: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__num_tokens_before_stop: _TypeAlias = _typing.Literal["num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofArgType__num_tokens_before_stop: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__stop: _TypeAlias = _typing.Literal["stop"]  # noqa: Y015
     _WhichOneofArgType__stop: _TypeAlias = _typing.Literal["_stop", b"_stop"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_characters_before_stop) -> _WhichOneofReturnType__num_characters_before_stop | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens_before_stop) -> _WhichOneofReturnType__num_tokens_before_stop | None: ...
     @_typing.overload
@@ -2001,6 +2033,7 @@ class ExtendRequest(_message.Message):
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     EXPECTED_LENGTH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
@@ -2018,23 +2051,35 @@ class ExtendRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
 
+    @_builtins.property
+    def messages(self) -> Global___ChatMessages:
+        """Messages that follow those the context was made of. What came after those, generated or
+        extended, becomes the assistant's turn, and is closed as the template closes it. Appended is
+        exactly what the template writes for the whole conversation beyond the context's text. Where
+        that text does not begin with the context's (a template that drops the reasoning of earlier
+        turns, a turn cut in the middle, a context not made of messages) the call fails with
+        CHAT_NOT_EXTENDABLE; `common_length` in its metadata says up to where both agree. Create with
+        the whole conversation then reuses that much.
+        """
+
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
+        messages: Global___ChatMessages | None = ...,
         expected_length: _builtins.int | None = ...,
         logprobs: _builtins.bool = ...,
         allow_special: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_length: _TypeAlias = _typing.Literal["expected_length"]  # noqa: Y015
     _WhichOneofArgType__expected_length: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length"]  # noqa: Y015
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_length) -> _WhichOneofReturnType__expected_length | None: ...
