@@ -212,6 +212,22 @@ class PressureConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """Where saved contexts are kept, and how much of them."""
+
+    dir: str | None = None
+    """Folder of the snapshots; None refuses Save and Restore."""
+    max_bytes: int = 16 << 30
+    """Bytes that the snapshots of one tenant may take."""
+    max_count: int = 1000
+    """Snapshots that one tenant may keep."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_count"):
+            _require(getattr(self, name) >= 1, f"{name} of snapshots must be at least 1.")
+
+
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
 HOST_KV_DTYPE_NAMES = ("auto", "int8")
 WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
@@ -275,6 +291,7 @@ class EngineConfig:
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     pressure: PressureConfig = field(default_factory=PressureConfig)
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):

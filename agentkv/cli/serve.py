@@ -26,6 +26,7 @@ from agentkv.config import (
     QuotasConfig,
     SchedulerConfig,
     ServerConfig,
+    SnapshotConfig,
 )
 from agentkv.errors import InvalidRequest
 
@@ -212,6 +213,22 @@ def serve(
             "differs. By default no limits beyond the server's own.",
         ),
     ] = None,
+    snapshot_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where clients may save contexts, to be restored after a restart. By default "
+            "nowhere: Save and Restore are refused.",
+        ),
+    ] = None,
+    snapshot_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes,
+            metavar="SIZE",
+            help="Disk space that the snapshots of one tenant may take. By default 16GiB.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -255,6 +272,9 @@ def serve(
         ),
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
+        snapshots=SnapshotConfig(
+            dir=snapshot_dir, max_bytes=snapshot_bytes or SnapshotConfig().max_bytes
+        ),
     )
     wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:

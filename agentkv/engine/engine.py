@@ -44,6 +44,8 @@ from agentkv.engine.outputs import ChatState, EngineView, Leased, ModelFacts, Re
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Mover, Runner
+from agentkv.engine.snapshot_desk import KVPorter, SnapshotDesk
+from agentkv.engine.snapshot_store import SnapshotFolder
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.tool_format import ToolCall
@@ -73,6 +75,8 @@ class Engine:
         leases: LeaseConfig,
         pressure: PressureConfig,
         quotas: QuotasConfig | None = None,
+        porter: KVPorter | None = None,
+        snapshot_folder: SnapshotFolder | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
@@ -109,6 +113,10 @@ class Engine:
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
+        self.snapshot_folder = snapshot_folder
+        self.snapshots = SnapshotDesk(
+            self._store, self._leases, facts, limits, clock, self._tick, porter
+        )
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -429,6 +437,24 @@ class Engine:
         for leased in contexts:
             self._scheduler.park_if_leased(leased)
         return Leased(self._store.view(context), len(contexts), self.pool_view())
+
+    # -- durability --------------------------------------------------------------------------
+
+    def find_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object
+    ) -> object | None:
+        """Finds the answer to an earlier call with this id; None when there is none.
+
+        Raises:
+            InvalidRequest: The id was used with another body.
+        """
+        return self._replies.find(tenant, method, request_id, body, self._clock())
+
+    def record_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object, answer: object
+    ) -> None:
+        """Remembers an answer for a repeat of the call."""
+        self._replies.record(tenant, method, request_id, body, answer, self._clock())
 
     # -- observers ---------------------------------------------------------------------------
 

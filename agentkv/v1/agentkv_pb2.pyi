@@ -5,8 +5,9 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
-List, Watch, GetUsage, GetServerInfo) move none.
+Release), tokens (Extend, Generate, Truncate, Score), residency (UpdateLease) and durability (Save,
+Restore, DeleteSnapshot); observers (Get, List, ListSnapshots, Watch, GetUsage, GetServerInfo) move
+none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -490,6 +491,54 @@ class LeaseOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl) -> _WhichOneofReturnType__ttl | None: ...
 
 Global___LeaseOptions: _TypeAlias = LeaseOptions  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """A saved context, or tree of contexts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, unique among the caller's."""
+    model_name: _builtins.str
+    """The model it was made with, as that server named it."""
+    num_contexts: _builtins.int
+    """Contexts in it."""
+    num_tokens: _builtins.int
+    """Tokens in it, shared ones once."""
+    num_kv_tokens: _builtins.int
+    """Those of them whose KV it holds."""
+    num_bytes: _builtins.int
+    """Bytes on disk, beside its manifest."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was saved, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        model_name: _builtins.str = ...,
+        num_contexts: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_kv_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "model_name", b"model_name", "name", b"name", "num_bytes", b"num_bytes", "num_contexts", b"num_contexts", "num_kv_tokens", b"num_kv_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):
@@ -2567,6 +2616,242 @@ class UpdateLeaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateLeaseResponse: _TypeAlias = UpdateLeaseResponse  # noqa: Y015
+
+@_typing.final
+class SaveRequest(_message.Message):
+    """Asks to save a context or a tree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    RECURSIVE_FIELD_NUMBER: _builtins.int
+    TOKENS_ONLY_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of the context."""
+    name: _builtins.str
+    """Name of the snapshot: 1 to 128 letters, digits, points, dashes or underscores, the first of them
+    a letter or a digit.
+    """
+    recursive: _builtins.bool
+    """Whether to save everything forked from it too. Default: false."""
+    tokens_only: _builtins.bool
+    """Whether to leave KV out: small and quick, but what is restored has to be computed. Default:
+    false, all KV that is on the device is saved.
+    """
+    overwrite: _builtins.bool
+    """Whether to replace a snapshot of this name. Default: false, the call fails."""
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        recursive: _builtins.bool = ...,
+        tokens_only: _builtins.bool = ...,
+        overwrite: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "name", b"name", "overwrite", b"overwrite", "recursive", b"recursive", "tokens_only", b"tokens_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveRequest: _TypeAlias = SaveRequest  # noqa: Y015
+
+@_typing.final
+class SaveResponse(_message.Message):
+    """Answers Save."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot:
+        """What was saved."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___Snapshot | None = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveResponse: _TypeAlias = SaveResponse  # noqa: Y015
+
+@_typing.final
+class RestoreRequest(_message.Message):
+    """Asks to make contexts of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKENS_ONLY_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the snapshot."""
+    tokens_only: _builtins.bool
+    """Whether to leave its KV alone. Default: false."""
+    request_id: _builtins.str
+    """Id of this call, 1 to 128 printable ASCII characters, such as a UUID. Default: none."""
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease of every context. Default: the one each had, as far as this server grants it."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tokens_only: _builtins.bool = ...,
+        lease: Global___LeaseOptions | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "name", b"name", "request_id", b"request_id", "tokens_only", b"tokens_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreResponse(_message.Message):
+    """Answers Restore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    SAVED_IDS_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_REFUSAL_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    num_kv_tokens: _builtins.int
+    """Tokens whose KV is there now, shared ones once; the next use computes the others."""
+    kv_refusal: _builtins.str
+    """Why KV that the snapshot holds could not be used. Empty: nothing spoke against it."""
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
+        """The contexts, parents before their children."""
+
+    @_builtins.property
+    def saved_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Handles they had when they were saved, in the same order."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        contexts: _abc.Iterable[Global___Context] | None = ...,
+        saved_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_kv_tokens: _builtins.int = ...,
+        kv_refusal: _builtins.str = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contexts", b"contexts", "kv_refusal", b"kv_refusal", "num_kv_tokens", b"num_kv_tokens", "pool", b"pool", "saved_ids", b"saved_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResponse: _TypeAlias = RestoreResponse  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsRequest(_message.Message):
+    """Asks for the caller's snapshots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsRequest: _TypeAlias = ListSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsResponse(_message.Message):
+    """Answers ListSnapshots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snapshot]:
+        """The snapshots, by name."""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[Global___Snapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsResponse: _TypeAlias = ListSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteSnapshotRequest(_message.Message):
+    """Asks to remove a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the snapshot."""
+    allow_missing: _builtins.bool
+    """Whether an unknown name is fine. Default: false."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSnapshotRequest: _TypeAlias = DeleteSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class DeleteSnapshotResponse(_message.Message):
+    """Answers DeleteSnapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSnapshotResponse: _TypeAlias = DeleteSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
