@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1
 # Tiny models gain nothing from many threads.
 TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1
 
-.PHONY: help install format check test demo protos bench serve clean
+.PHONY: help install format check test constraints demo protos bench serve clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
@@ -44,6 +44,9 @@ check: install ## Format, lint, types, import contracts, generated code
 
 test: install ## Run every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+constraints: install ## Run 10,000 constrained generations, forked in the middle
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/constrained_twins.py $(or $(ARGS),10000)
 
 demo: install ## Start a server on the embedded model and run the three examples against it
 	@$(OFFLINE) $(BIN)/python examples/demo.py

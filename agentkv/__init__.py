@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        ToolCall,
         TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         WatchSnapshot,
     )
     from agentkv.client.watch_stream import AsyncWatchStream, WatchStream
+    from agentkv.constraint import Choices, Continued, JsonSchema, Lark, Regex, Tool, Tools
     from agentkv.errors import (
         AgentKVError,
         Cancelled,
@@ -80,6 +82,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "ToolCall",
         "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
@@ -104,6 +107,15 @@ _HOMES = {
         "Released",
         "Residency",
         "Usage",
+    ),
+    "agentkv.constraint": (
+        "Choices",
+        "Continued",
+        "JsonSchema",
+        "Lark",
+        "Regex",
+        "Tool",
+        "Tools",
     ),
     "agentkv.client.watch_events": (
         "ChangeKind",
@@ -148,6 +160,7 @@ __all__ = [
     "Cancelled",
     "ChangeKind",
     "Choice",
+    "Choices",
     "Chunk",
     "Client",
     "Completion",
@@ -159,6 +172,7 @@ __all__ = [
     "ContextLost",
     "ContextMoved",
     "ContinuationScore",
+    "Continued",
     "CountersInfo",
     "DeadlineExceeded",
     "Extension",
@@ -167,6 +181,8 @@ __all__ = [
     "GeneratedBranch",
     "InternalError",
     "InvalidRequest",
+    "JsonSchema",
+    "Lark",
     "LeaseInfo",
     "LeaseMode",
     "LeaseOptions",
@@ -180,6 +196,7 @@ __all__ = [
     "PressureLevel",
     "QuotaInfo",
     "Reason",
+    "Regex",
     "Released",
     "Residency",
     "RestoredContexts",
@@ -191,6 +208,9 @@ __all__ = [
     "SnapshotInfo",
     "Tier",
     "TierUsage",
+    "Tool",
+    "ToolCall",
+    "Tools",
     "TopLogprobs",
     "Unauthenticated",
     "Unavailable",

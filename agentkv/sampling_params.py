@@ -70,6 +70,8 @@ class SamplingParams:
     """Names the random stream, in [0, 2**63); None draws one and reports it."""
     stop: tuple[str, ...] = ()
     """Texts that end generation; their text is withheld from the stream, their tokens committed."""
+    include_stop: bool = False
+    """Whether the stop that ends generation is part of the text after all."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation; the id is committed, its text withheld."""
     ignore_eos: bool = False

@@ -54,6 +54,7 @@ TABLE: Final[Mapping[Reason, Row]] = MappingProxyType(
         Reason.SNAPSHOT_CORRUPT: Row(_Code.DATA_LOSS, errors.ContextLost),
         Reason.SERVER_RESTARTED: Row(_Code.FAILED_PRECONDITION, errors.ContextLost),
         Reason.MODEL_MISMATCH: Row(_Code.FAILED_PRECONDITION, errors.InvalidRequest),
+        Reason.CHAT_NOT_EXTENDABLE: Row(_Code.FAILED_PRECONDITION, errors.InvalidRequest),
         Reason.SNAPSHOTS_OFF: Row(_Code.FAILED_PRECONDITION, errors.InvalidRequest),
         Reason.CONTEXT_BUSY: Row(_Code.ABORTED, errors.ContextBusy),
         Reason.CONTEXT_MOVED: Row(_Code.ABORTED, errors.ContextMoved),

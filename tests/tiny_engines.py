@@ -5,6 +5,7 @@ expected answer.
 """
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ class TinyEngine:
         implementation: Implementation | None = None,
         max_graph_rows: int | None = None,
         make_levels: Levels = levels,
+        end_token_ids: Collection[int] = (),
         snapshot_folder: SnapshotFolder | None = None,
     ) -> None:
-        """Puts an engine on a model; seeds are 1, 2, ... and nothing ends a generation early.
+        """Puts an engine on a model; seeds are 1, 2, ...
 
         Args:
             model: Switched to AgentKV's attention, and left so.
@@ -78,6 +80,7 @@ class TinyEngine:
             implementation: Of the kernels; None takes the one for the device.
             max_graph_rows: Rows of the largest step that runs as a graph; None: none does.
             make_levels: Says how many programs graphs start.
+            end_token_ids: Tokens that end a generation; none does otherwise.
             snapshot_folder: Where contexts can be saved; None: nowhere.
         """
         shape = describe_model(model)
@@ -111,9 +114,9 @@ class TinyEngine:
             limits=LimitsConfig(),
             leases=LeaseConfig(),
             pressure=PressureConfig(),
+            end_token_ids=frozenset(end_token_ids),
             porter=KVImages(self.kv),
             snapshot_folder=snapshot_folder,
-            end_token_ids=frozenset(),
             new_id=lambda: f"c{next(numbers)}",
             new_seed=lambda: next(seeds),
             mover=BlockMover(self.host, disk),

@@ -9,7 +9,7 @@ from agentkv.client.context_handle import ContextHandle
 from agentkv.client.drive import Driver
 from agentkv.client.grpc_transport import GrpcTransport
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
+from agentkv.client.messages import NO_LABELS, ChatOptions, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
@@ -19,6 +19,7 @@ from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
 from agentkv.client.watch_state import WatchState
 from agentkv.client.watch_stream import WatchStream
+from agentkv.constraint import Tool
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_TIMEOUT: Final = 120.0
@@ -73,7 +74,9 @@ class Client:
         *,
         messages: Sequence[ChatTurn] | None = None,
         token_ids: Sequence[int] | None = None,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         allow_special: bool = False,
         lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
@@ -86,7 +89,9 @@ class Client:
             text: Text, to which the model's own begin-of-sequence token is added.
             messages: A conversation, rendered by the model's chat template.
             token_ids: Token ids, taken as they are.
+            tools: What the chat template shows the model as callable.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
+            continue_final_message: Whether the last message, an assistant's, stays open instead.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
@@ -103,7 +108,7 @@ class Client:
             text,
             messages,
             token_ids,
-            add_generation_prompt,
+            ChatOptions(add_generation_prompt, continue_final_message, tools),
             allow_special,
             lease,
             labels,

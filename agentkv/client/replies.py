@@ -1,5 +1,6 @@
 """Messages of the wire as values of the SDK. It copies; what fields mean stands in the contract."""
 
+import json
 from dataclasses import fields
 from datetime import UTC
 from types import MappingProxyType
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason, TopLogprobs
+from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
 from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
@@ -85,6 +86,8 @@ FINISH_REASONS: Final = MappingProxyType(
         pb.FINISH_REASON_STOP: FinishReason.STOP,
         pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
         pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+        pb.FINISH_REASON_DEAD_END: FinishReason.DEAD_END,
+        pb.FINISH_REASON_TOOL_CALL: FinishReason.TOOL_CALL,
     }
 )
 
@@ -196,6 +199,11 @@ def chunk(message: pb.Chunk) -> Chunk:
         tuple(message.logprobs),
         tuple(TopLogprobs(tuple(top.token_ids), tuple(top.logprobs)) for top in tops),
     )
+
+
+def tool_call(message: pb.ToolCall) -> ToolCall:
+    """Reads a call; the server has parsed its arguments before it called it one."""
+    return ToolCall(message.name, json.loads(message.arguments))
 
 
 def branch_error(message: pb.BranchError) -> AgentKVError:

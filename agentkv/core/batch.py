@@ -12,6 +12,7 @@ never tensors, and knows nothing of requests: answers come back in the order of 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from agentkv.core.matcher import AllowedTokens
 from agentkv.core.token_counter import TokenCounts
 from agentkv.core.token_rules import TokenRules
 from agentkv.sampling_params import SamplingParams
@@ -64,6 +65,8 @@ class Sample(NamedTuple):
     stream: Stream
     position: int
     """Position the chosen token will have."""
+    allowed: AllowedTokens | None = None
+    """The tokens to choose from; None: all."""
     rules: TokenRules | None = None
     """What the request says of single tokens."""
     masks: tuple[bytes, ...] = ()
@@ -117,6 +120,8 @@ class Sampled(NamedTuple):
     """Natural logarithm, before every sampling option; None when it was not asked for."""
     failed: bool = False
     """The logits were not finite: no token was chosen, and the sequence must end."""
+    is_stuck: bool = False
+    """It failed because no token may be chosen: each one's logit is -inf."""
     top: TopLogprobs | None = None
     """The most likely tokens there, as many as were asked for."""
 

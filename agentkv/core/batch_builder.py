@@ -126,6 +126,7 @@ def _samples(tree: ContextTree, work: Work) -> Iterator[Sample]:
             request.params,
             request.stream,
             tail.end - num_ahead + number,
+            allowed=request.matcher,
             rules=request.rules_after(number),
             counts=counted,
         )

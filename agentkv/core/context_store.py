@@ -259,6 +259,8 @@ class ContextStore:
             InvalidRequest: The context is shorter than that.
         """
         _check_position(length, context.length)
+        context.region = context.region_at(length)
+        context.rendering = context.rendering_at(length)
         self.ledger.end(context)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
         self.ledger.begin(context)
@@ -481,6 +483,8 @@ class ContextStore:
                 parent.depth + 1,
                 parent.root_id,
                 labels,
+                region=parent.region_at(position),
+                rendering=parent.rendering_at(position),
                 readings=readings,
                 num_once_computed=num_once_computed,
             )

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.drafter import Drafter
+from agentkv.core.matcher import Matcher
+from agentkv.core.rendering import Rendering
 from agentkv.core.token_counter import TokenCounter
 from agentkv.core.token_rules import TokenRules
 from agentkv.core.views import Usage
@@ -38,6 +40,10 @@ class FinishReason(StrEnum):
     """`max_tokens`, or the model's longest context."""
     ERROR = "error"
     """The request failed; what was committed before stays."""
+    DEAD_END = "dead_end"
+    """No token of the model continues the text as its constraint wants it."""
+    TOOL_CALL = "tool_call"
+    """The text is whole, and calls a tool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +58,8 @@ class Request:
     stream: Stream = _NO_STREAM
     end_token_ids: frozenset[int] = frozenset()
     """Ids that end generation."""
+    matcher: Matcher | None = None
+    """Where its text is in the grammar that constrains it; None: any token may follow."""
     rules: TokenRules | None = None
     """What the request says of single tokens."""
     early_rules: TokenRules | None = None
@@ -69,6 +77,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_promised: int = 0
     """Blocks that admission counted for it and it has not taken yet."""
+    rendering: Rendering | None = None
+    """What a chat template wrote of the context once its given tokens are committed."""
     computed_tokens: int = 0
     cached_tokens: int | None = None
     """Known once it is first scheduled."""
@@ -124,3 +134,5 @@ class Event(NamedTuple):
     top: TopLogprobs | None = None
     num_later: int = 0
     """Tokens that the same step committed after this one."""
+    forced: tuple[int, ...] = ()
+    """Tokens committed after `token` because its constraint leaves no other."""

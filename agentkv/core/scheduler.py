@@ -197,6 +197,7 @@ class Scheduler:
             elif work.request.params is None and work.upto == work.request.target:
                 context = work.request.context
                 self._store.set_length(context, context.tail.end)
+                context.rendering = work.request.rendering or context.rendering
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -254,29 +255,57 @@ class Scheduler:
         events = []
         for number, each in enumerate(sampled):
             is_there = number < len(work.draft)
-            event = self._commit_token(work.request, each, is_there=is_there)
+            event = self._commit_sampled(work.request, each, is_there=is_there)
             events.append(event._replace(num_later=max(0, num_later - number)))
         return events
 
-    def _commit_token(self, request: Request, sampled: Sampled, *, is_there: bool) -> Event:
-        context, params, token = request.context, request.params, sampled.token
-        assert params is not None
+    def _commit_sampled(self, request: Request, sampled: Sampled, *, is_there: bool) -> Event:
+        matcher, token = request.matcher, sampled.token
+        if matcher is not None and matcher.error is not None:
+            return Event(request, finish=FinishReason.ERROR, error=matcher.error)
+        if matcher is not None and sampled.is_stuck:
+            return Event(request, finish=FinishReason.DEAD_END)
         if sampled.failed:
-            error = InternalError(
+            fault = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
             )
-            return Event(request, finish=FinishReason.ERROR, error=error)
+            return Event(request, finish=FinishReason.ERROR, error=fault)
+        forced = self._forced(request, token)
+        finish = self._commit(request, (token, *forced), is_there=is_there)
+        error = None if matcher is None or finish is not None else matcher.error
+        if error is not None:
+            finish = FinishReason.ERROR
+        return Event(request, token, sampled.logprob, finish, error, sampled.top, forced=forced)
+
+    def _forced(self, request: Request, token: int) -> tuple[int, ...]:
+        """Lists the tokens that must follow a chosen one, up to one that ends the generation."""
+        assert request.params is not None
+        if request.matcher is None or token in request.end_token_ids:
+            return ()
+        length, generated = request.context.length, request.generated_tokens
+        limit = min(request.params.max_tokens - generated, self._max_length - length) - 1
+        forced = tuple(request.matcher.advance(token, limit))
+        ends = (n for n, item in enumerate(forced) if item in request.end_token_ids)
+        return forced[: next(ends, len(forced)) + 1]
+
+    def _commit(
+        self, request: Request, tokens: tuple[int, ...], *, is_there: bool
+    ) -> FinishReason | None:
+        """Commits tokens; returns why generation ends there, if it does."""
+        context, params, matcher = request.context, request.params, request.matcher
+        assert params is not None
         if not is_there:
-            context.tail = self._tree.append(context.tail, (token,), context.hold)
-        self._store.set_length(context, context.length + 1)
-        request.generated_tokens += 1
-        context.bill.generated_tokens += 1
+            context.tail = self._tree.append(context.tail, tokens, context.hold)
+        self._store.set_length(context, context.length + len(tokens))
+        request.generated_tokens += len(tokens)
+        context.bill.generated_tokens += len(tokens)
         if request.counter is not None:
-            request.counter.add(token)
-        finish = None
-        if token in request.end_token_ids:
-            finish = FinishReason.STOP
-        elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
-            finish = FinishReason.LENGTH
-        return Event(request, token, sampled.logprob, finish, top=sampled.top)
+            for token in tokens:
+                request.counter.add(token)
+        is_complete = matcher is not None and matcher.is_complete and matcher.error is None
+        if tokens[-1] in request.end_token_ids or is_complete:
+            return FinishReason.STOP
+        if request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
+            return FinishReason.LENGTH
+        return None

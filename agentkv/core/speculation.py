@@ -113,9 +113,12 @@ def _may_draft(work: Work) -> bool:
     """Whether a work is one row of decoding on a tail that nothing else counts on.
 
     That row must be written: then its block is the tail's alone, and so may be what follows it. A
-    row that runs for its logits only says nothing about who else lists the block.
+    row that runs for its logits only says nothing about who else lists the block. A constraint
+    runs ahead by itself, and its masks are for the next token alone.
     """
     request, tail = work.request, work.request.context.tail
     if request.drafter is None or not work.samples or work.num_rows != 1:
+        return False
+    if request.matcher is not None:
         return False
     return not (tail.is_sealed or tail.is_computed)

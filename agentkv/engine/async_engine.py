@@ -7,15 +7,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
+from agentkv.engine.conversation import Conversation
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_stream import EngineStream
 from agentkv.engine.engine_thread import EngineThread, shutting_down
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
+    ChatState,
     Committed,
     ContextTokens,
     EngineView,
@@ -67,6 +71,12 @@ class AsyncEngine:
         """What a client may want to know of the model."""
         return self._engine.facts
 
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint on a thread of its own; see `GrammarCompiler.compile_soon`."""
+        if isinstance(constraint, Continued):
+            return constraint
+        return await self._engine.grammars.compile_soon(constraint)
+
     async def start(self) -> None:
         """Starts the engine's thread; answers arrive on the running event loop."""
         self._thread.start()
@@ -93,6 +103,7 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
@@ -103,6 +114,7 @@ class AsyncEngine:
                 labels=labels,
                 request_id=request_id,
                 logprobs=logprobs,
+                chat=chat,
             )
         )
         return operation.answer
@@ -142,11 +154,17 @@ class AsyncEngine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Appends given tokens, all or none; see `Engine.extend`."""
         operation = await self._thread.complete(
             lambda: self._engine.extend(
-                tenant, context_id, token_ids, expected_length=expected_length, logprobs=logprobs
+                tenant,
+                context_id,
+                token_ids,
+                expected_length=expected_length,
+                logprobs=logprobs,
+                chat=chat,
             )
         )
         return operation.answer
@@ -158,11 +176,12 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
         """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
         return self._thread.stream(
             lambda: self._engine.generate(
-                tenant, context_id, params, expected_length=expected_length
+                tenant, context_id, params, expected_length=expected_length, grammar=grammar
             ),
             self._engine.cancel,
         )
@@ -176,11 +195,12 @@ class AsyncEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
         """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
         return self._thread.stream(
             lambda: self._engine.generate_branches(
-                tenant, context_id, count, params, at=at, labels=labels
+                tenant, context_id, count, params, at=at, labels=labels, grammar=grammar
             ),
             self._engine.cancel,
         )
@@ -259,6 +279,14 @@ class AsyncEngine:
                 self._engine.get(tenant, context_id),
                 self._engine.tokens(tenant, context_id, start, limit=limit),
             )
+        )
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation a context was made of; see `Engine.chat`."""
+        return await self._thread.call(
+            lambda: self._engine.chat(tenant, context_id, expected_length=expected_length)
         )
 
     async def list(

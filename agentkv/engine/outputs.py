@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
+from agentkv.engine.conversation import Conversation
+from agentkv.engine.tool_format import ToolCall
 from agentkv.errors import AgentKVError
 
 
@@ -50,6 +52,10 @@ class Finish:
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
     """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
+    num_characters_before_stop: int | None = None
+    """Characters of the generated text before the stop."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What the model asks its caller to do, when the reason is TOOL_CALL."""
 
 
 Update = Branches | Chunk | Finish
@@ -99,6 +105,17 @@ class ContextTokens:
 
     context: ContextView
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatState:
+    """The conversation a context was made of, as of one moment."""
+
+    conversation: Conversation
+    turn_ids: tuple[int, ...]
+    """What follows its tokens: the turn it left open."""
+    length: int
+    """Committed tokens of the context, `turn_ids` included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import Continued
+from agentkv.core.context import Region
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import ModelFacts
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.sampling_params import SamplingParams
@@ -70,6 +73,28 @@ class RequestChecks:
             )
         self._token_options(params)
         self._leaves_a_token(params, ends)
+
+    def grammar(
+        self, params: SamplingParams, grammar: Grammar | Continued | None, region: Region | None
+    ) -> None:
+        """Checks that text can be constrained as asked.
+
+        Args:
+            params: How to sample.
+            grammar: What the caller asked for.
+            region: What was constrained at that place before, if anything.
+
+        Raises:
+            InvalidRequest: There is nothing to continue, or the text may never end.
+        """
+        violations = {}
+        if isinstance(grammar, Continued) and region is None:
+            violations["constraint.continued"] = "needs a constrained generation before it"
+        if grammar is not None and params.ignore_eos:
+            violations["sampling.ignore_eos"] = "contradicts a constraint, which ends the text"
+        if violations:
+            listed = "; ".join(f"{field} {what}" for field, what in violations.items())
+            raise InvalidRequest(f"The request is wrong: {listed}.", violations=violations)
 
     def continuations(self, continuations: Sequence[Sequence[int]], *, length: int) -> None:
         """Checks what is to be scored after `length` tokens.

@@ -84,6 +84,8 @@ FINISH_REASONS: Final = MappingProxyType(
         FinishReason.STOP: pb.FINISH_REASON_STOP,
         FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
         FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+        FinishReason.DEAD_END: pb.FINISH_REASON_DEAD_END,
+        FinishReason.TOOL_CALL: pb.FINISH_REASON_TOOL_CALL,
     }
 )
 
@@ -299,8 +301,12 @@ def finish(value: Finish) -> pb.Finish:
         seed=value.seed,
         stop=value.stop,
         num_tokens_before_stop=value.num_tokens_before_stop,
+        num_characters_before_stop=value.num_characters_before_stop,
         error=None if value.error is None else branch_error(value.error),
         pool=None if value.pool is None else pool(value.pool),
+        tool_calls=[
+            pb.ToolCall(name=call.name, arguments=call.arguments) for call in value.tool_calls
+        ],
     )
 
 

@@ -8,12 +8,16 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
+from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
+    ChatState,
     Committed,
     ContextTokens,
     EngineView,
@@ -28,7 +32,6 @@ from agentkv.engine.outputs import (
     Truncated,
     Update,
 )
-from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
 
 UpdateT_co = TypeVar("UpdateT_co", covariant=True)
@@ -46,9 +49,19 @@ class TokenizerLike(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ending: Ending = ...,
+        tools: Sequence[Tool] = (),
     ) -> Sequence[int]:
         """Renders a conversation with the model's template and tokenises it."""
+        ...
+
+    def extend_chat(
+        self, before: Conversation, turn_ids: Sequence[int], added: Conversation
+    ) -> ChatExtension:
+        """Finds the tokens that new messages append to a conversation."""
         ...
 
 
@@ -125,6 +138,7 @@ class ServedEngine(Protocol):
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...
@@ -151,8 +165,13 @@ class ServedEngine(Protocol):
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Appends tokens and computes their KV."""
+        ...
+
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint, away from the event loop and the engine's thread."""
         ...
 
     def generate(
@@ -162,6 +181,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream[Update]:
         """Generates on a context."""
         ...
@@ -175,6 +195,7 @@ class ServedEngine(Protocol):
         *,
         at: int | None = None,
         labels: Mapping[str, str] = ...,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream[Update]:
         """Forks a context and generates on every branch."""
         ...
@@ -257,6 +278,12 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
     ) -> ContextTokens:
         """Describes one context and reads its tokens in [start, start + limit)."""
+        ...
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation a context was made of."""
         ...
 
     async def list(

@@ -9,12 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from google.protobuf.message import Message
 
 from agentkv.config import ServerConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.lease import DEFAULT_TERMS
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
 from agentkv.errors import NotFound
 from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
-from agentkv.server.encoding import encode_inputs, encode_prompt
+from agentkv.server.encoding import encode_extension, encode_inputs, encode_prompt
+from agentkv.server.inputs import ChatInput
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
@@ -48,6 +51,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             labels=labels,
             request_id=request_id,
             logprobs=request.logprobs,
+            chat=prompt.chat if isinstance(prompt, ChatInput) else None,
         )
         return convert.created(committed)
 
@@ -80,15 +84,16 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
-        (token_ids,) = await encode_inputs(
-            self._engine.tokenizer, [extension], lambda i: "text", checks
+        encoded = await encode_extension(
+            self._engine, tenant_of(rpc), context_id, extension, _expected_length(request), checks
         )
         committed = await self._engine.extend(
             tenant_of(rpc),
             context_id,
-            token_ids,
-            expected_length=_expected_length(request),
+            encoded.token_ids,
+            expected_length=encoded.expected_length,
             logprobs=request.logprobs,
+            chat=encoded.chat,
         )
         return convert.extended(committed)
 
@@ -99,9 +104,14 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         params = checks.sampling(request.sampling)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate(
-            tenant_of(rpc), context_id, params, expected_length=_expected_length(request)
+            tenant_of(rpc),
+            context_id,
+            params,
+            expected_length=_expected_length(request),
+            grammar=await self._grammar(constraint),
         )
         failures: list[Finish] = []
 
@@ -125,6 +135,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         count = checks.count(request)
         params = checks.sampling(request.sampling)
         labels = checks.labels(request.labels)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate_branches(
             tenant_of(rpc),
@@ -133,6 +144,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             params,
             at=request.at if request.HasField("at") else None,
             labels=labels,
+            grammar=await self._grammar(constraint),
         )
         await relay(
             stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout
@@ -325,6 +337,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
             counters=convert.counters(view),
         )
+
+    async def _grammar(self, constraint: Constraint | None) -> Grammar | Continued | None:
+        return None if constraint is None else await self._engine.compile(constraint)
 
     def _checks(self, request: Message) -> Checks:
         return Checks(request, self._engine.limits, self._engine.facts)

@@ -90,6 +90,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """`max_tokens`, or the model's longest context."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 3
     """A failure; see `Finish.error`. What was committed before stays."""
+    FINISH_REASON_DEAD_END: _FinishReason.ValueType  # 4
+    """No token of the model continues the text as its constraint wants it. What was committed stays."""
+    FINISH_REASON_TOOL_CALL: _FinishReason.ValueType  # 5
+    """The text calls a tool; see `Finish.tool_calls`."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a branch stopped generating."""
@@ -102,6 +106,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens`, or the model's longest context."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 3
 """A failure; see `Finish.error`. What was committed before stays."""
+FINISH_REASON_DEAD_END: FinishReason.ValueType  # 4
+"""No token of the model continues the text as its constraint wants it. What was committed stays."""
+FINISH_REASON_TOOL_CALL: FinishReason.ValueType  # 5
+"""The text calls a tool; see `Finish.tool_calls`."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _LeaseMode:
@@ -712,21 +720,37 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether to append the opening of the assistant's turn. Default: true."""
+    """Whether to append the opening of the assistant's turn. Default: true, unless
+    `continue_final_message`.
+    """
+    continue_final_message: _builtins.bool
+    """Whether the last message, an assistant's, stays open: what is generated goes on with it.
+    Contradicts `add_generation_prompt`. Default: false.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, in order; at least 1, at most 4,096."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the template shows the model; at most 128, with different names. Given with the first
+        messages of a context alone. Text of special tokens in them stays plain text.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -784,6 +808,7 @@ class SamplingOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate per branch, in [1, 1048576]. Default: 256. Generation also ends at the
     model's longest context.
@@ -835,6 +860,10 @@ class SamplingOptions(_message.Message):
     how fast tokens come, and not which. Constrained generations never guess. Default: the server's
     own.
     """
+    include_stop: _builtins.bool
+    """Whether the stop that ends generation is part of the text. Default: false. A token that stands
+    for no text adds none.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end generation: at most 64, each of 1 to 1,024 characters. A stop's text is withheld
@@ -885,10 +914,11 @@ class SamplingOptions(_message.Message):
         min_tokens: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
         num_speculative_tokens: _builtins.int | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_speculative_tokens", b"_num_speculative_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_speculative_tokens", b"num_speculative_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_speculative_tokens", b"_num_speculative_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_speculative_tokens", b"num_speculative_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_speculative_tokens", b"_num_speculative_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_speculative_tokens", b"num_speculative_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -976,6 +1006,173 @@ class TopLogprobs(_message.Message):
 Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts; at least 1, at most 1,024, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Something the model may ask its caller to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the tool: 1 to 64 letters, digits, `_`, `-` and `.`."""
+    description: _builtins.str
+    """What it is for, as the model's chat template shows it."""
+    parameters: _builtins.str
+    """JSON schema of its arguments, which are an object, as text. Empty: any object."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class Tools(_message.Message):
+    """A call of one of some tools, written as the model writes calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.str
+    """`auto`: text, or a call, after which generation ends. `required`: a call. The name of a tool: a
+    call of that one. Empty: `auto`.
+    """
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """The tools; at least 1, at most 128, with different names."""
+
+    def __init__(
+        self,
+        *,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        choice: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tools: _TypeAlias = Tools  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What generated text must match. It is compiled before anything else is done: one that is wrong, or
+    over the limits of size and time, fails the call with GRAMMAR_REJECTED. Generation ends as soon as
+    nothing more may follow. Tokens that leave no choice are not sampled: many come in one step,
+    unless `logprobs` is asked for. `ignore_eos` contradicts a constraint.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON schema of a value, which is written on one line with `, ` and `: `. Keywords that the
+    server does not know fail the call.
+    """
+    regex: _builtins.str
+    """Regular expression that the text matches as a whole, in the syntax of Rust's `regex`."""
+    grammar: _builtins.str
+    """Context-free grammar in Lark's notation; its rule `start` is the text."""
+    continued: _builtins.bool
+    """Goes on with the constraint of the last constrained generation of this context, or of the
+    one it was forked from at or after that generation's beginning: the text from there on
+    must match it as a whole, what was extended since included. Must be true.
+    """
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """Texts of which one is chosen."""
+
+    @_builtins.property
+    def tools(self) -> Global___Tools:
+        """Tools of which one is called."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        tools: Global___Tools | None = ...,
+        continued: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "continued", b"continued", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tools", b"tools"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "continued", b"continued", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "tools", "continued"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """What the model asks its caller to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the tool."""
+    arguments: _builtins.str
+    """The arguments: a JSON object, as text."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class Chunk(_message.Message):
     """Tokens committed to one branch since its last chunk, and the text they completed."""
 
@@ -1036,6 +1233,8 @@ class Finish(_message.Message):
     NUM_TOKENS_BEFORE_STOP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_CHARACTERS_BEFORE_STOP_FIELD_NUMBER: _builtins.int
     branch: _builtins.int
     """Number of the branch, in [0, count); 0 in Generate."""
     reason: Global___FinishReason.ValueType
@@ -1047,6 +1246,10 @@ class Finish(_message.Message):
     num_tokens_before_stop: _builtins.int
     """Generated tokens that lie wholly before the stop: truncate to the length before the call plus
     this to drop the stop. Not set when no stop text ended it.
+    """
+    num_characters_before_stop: _builtins.int
+    """Characters (Unicode code points) of the generated text before the stop, when a stop text or a
+    stop token ended it.
     """
     @_builtins.property
     def context(self) -> Global___Context:
@@ -1066,6 +1269,10 @@ class Finish(_message.Message):
     def pool(self) -> Global___Pool:
         """Blocks of the pool at the end of the branch, if the engine took the numbers then."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """What the model asks for, when `reason` is FINISH_REASON_TOOL_CALL."""
+
     def __init__(
         self,
         *,
@@ -1078,17 +1285,23 @@ class Finish(_message.Message):
         num_tokens_before_stop: _builtins.int | None = ...,
         error: Global___BranchError | None = ...,
         pool: Global___Pool | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        num_characters_before_stop: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_characters_before_stop: _TypeAlias = _typing.Literal["num_characters_before_stop"]  # noqa: Y015
+    _WhichOneofArgType__num_characters_before_stop: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__num_tokens_before_stop: _TypeAlias = _typing.Literal["num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofArgType__num_tokens_before_stop: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__stop: _TypeAlias = _typing.Literal["stop"]  # noqa: Y015
     _WhichOneofArgType__stop: _TypeAlias = _typing.Literal["_stop", b"_stop"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_characters_before_stop) -> _WhichOneofReturnType__num_characters_before_stop | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens_before_stop) -> _WhichOneofReturnType__num_tokens_before_stop | None: ...
     @_typing.overload
@@ -1942,6 +2155,7 @@ class ExtendRequest(_message.Message):
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     EXPECTED_LENGTH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
@@ -1959,23 +2173,35 @@ class ExtendRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
 
+    @_builtins.property
+    def messages(self) -> Global___ChatMessages:
+        """Messages that follow those the context was made of. What came after those, generated or
+        extended, becomes the assistant's turn, and is closed as the template closes it. Appended is
+        exactly what the template writes for the whole conversation beyond the context's text. Where
+        that text does not begin with the context's (a template that drops the reasoning of earlier
+        turns, a turn cut in the middle, a context not made of messages) the call fails with
+        CHAT_NOT_EXTENDABLE; `common_length` in its metadata says up to where both agree. Create with
+        the whole conversation then reuses that much.
+        """
+
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
+        messages: Global___ChatMessages | None = ...,
         expected_length: _builtins.int | None = ...,
         logprobs: _builtins.bool = ...,
         allow_special: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_length: _TypeAlias = _typing.Literal["expected_length"]  # noqa: Y015
     _WhichOneofArgType__expected_length: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length"]  # noqa: Y015
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_length) -> _WhichOneofReturnType__expected_length | None: ...
@@ -2037,6 +2263,7 @@ class GenerateRequest(_message.Message):
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     EXPECTED_LENGTH_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context."""
     expected_length: _builtins.int
@@ -2045,16 +2272,21 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingOptions:
         """How tokens are chosen. Default: every option at its default."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the text must match. Default: nothing."""
+
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
         sampling: Global___SamplingOptions | None = ...,
         expected_length: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "constraint", b"constraint", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "context_id", b"context_id", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "constraint", b"constraint", "context_id", b"context_id", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_length: _TypeAlias = _typing.Literal["expected_length"]  # noqa: Y015
     _WhichOneofArgType__expected_length: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length"]  # noqa: Y015
@@ -2123,6 +2355,7 @@ class GenerateBranchesRequest(_message.Message):
     AT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context to fork."""
     count: _builtins.int
@@ -2139,6 +2372,10 @@ class GenerateBranchesRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels of every branch: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the text of each branch must match. Default: nothing."""
+
     def __init__(
         self,
         *,
@@ -2147,10 +2384,11 @@ class GenerateBranchesRequest(_message.Message):
         at: _builtins.int | None = ...,
         sampling: Global___SamplingOptions | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "constraint", b"constraint", "count", b"count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "constraint", b"constraint", "context_id", b"context_id", "count", b"count", "labels", b"labels", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__at: _TypeAlias = _typing.Literal["at"]  # noqa: Y015
     _WhichOneofArgType__at: _TypeAlias = _typing.Literal["_at", b"_at"]  # noqa: Y015

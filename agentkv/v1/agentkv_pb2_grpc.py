@@ -154,7 +154,8 @@ class ContextServiceServicer(object):
     def Extend(self, request, context):
         """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
         request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-        KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+        KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+        unchanged then. Safe to repeat with
         `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -68,7 +68,8 @@ class ContextServiceStub:
     Extend: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ExtendRequest, _agentkv_pb2.ExtendResponse]
     """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
     request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-    KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+    KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+    unchanged then. Safe to repeat with
     `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_agentkv_pb2.GenerateRequest, _agentkv_pb2.GenerateResponse]
@@ -171,7 +172,8 @@ class ContextServiceAsyncStub(ContextServiceStub):
     Extend: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ExtendRequest, _agentkv_pb2.ExtendResponse]  # type: ignore[assignment]
     """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
     request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-    KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+    KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+    unchanged then. Safe to repeat with
     `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
     """
     Generate: _aio.UnaryStreamMultiCallable[_agentkv_pb2.GenerateRequest, _agentkv_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -289,7 +291,8 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_agentkv_pb2.ExtendResponse, _abc.Awaitable[_agentkv_pb2.ExtendResponse]]:
         """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
         request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-        KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+        KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+        unchanged then. Safe to repeat with
         `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
         """
 

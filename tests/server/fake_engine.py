@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.bill import Bill
 from agentkv.core.context_store import ContextPage
@@ -21,8 +22,11 @@ from agentkv.core.request import FinishReason
 from agentkv.core.usage_view import TierView, UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
+from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Branches,
+    ChatState,
     Chunk,
     Committed,
     ContextTokens,
@@ -40,7 +44,6 @@ from agentkv.engine.outputs import (
     Truncated,
     Update,
 )
-from agentkv.engine.tokenizer import ChatMessage
 from agentkv.errors import AgentKVError, ContextMoved, InvalidRequest, NotFound, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
 
@@ -88,10 +91,25 @@ class FakeTokenizer:
         return [256, *self.encode(text, allow_special=allow_special)]
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ending: Ending = Ending.PROMPTED,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
-        turns = [f"{message.role}:{message.content}\n" for message in messages]
-        return self.encode_prompt("".join(turns) + ("assistant:" if add_generation_prompt else ""))
+        turns = [f"{tool.name}:{tool.parameters}\n" for tool in tools]
+        turns += [f"{message.role}:{message.content}\n" for message in messages]
+        ends = {Ending.PROMPTED: "assistant:", Ending.CLOSED: "", Ending.CONTINUED: "..."}
+        return self.encode_prompt("".join(turns) + ends[ending])
+
+    def extend_chat(
+        self, before: Conversation, turn_ids: Sequence[int], added: Conversation
+    ) -> ChatExtension:
+        if any(message.role == "system" for message in added.messages):
+            return ChatExtension((256, 115), added, "a system message comes first")
+        turn = ChatMessage("assistant", bytes(turn_ids).decode())
+        ids = self.encode_chat(added.messages, ending=added.ending)[1:]
+        return ChatExtension((10, *ids), added._replace(messages=(turn, *added.messages)))
 
 
 @dataclass
@@ -103,6 +121,8 @@ class FakeContext:
     parent_id: str | None = None
     fork_position: int = 0
     labels: dict[str, str] = field(default_factory=dict)
+    chat: Conversation | None = None
+    chat_end: int = 0
     lease: Lease = field(default_factory=lambda: Lease(LeaseMode.RETAIN, 60.0))
 
     def view(self) -> ContextView:
@@ -238,9 +258,11 @@ class FakeEngine:
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
+        context.chat, context.chat_end = chat, len(context.tokens)
         return Committed(
             context.view(),
             Usage(computed_tokens=len(token_ids)),
@@ -271,16 +293,25 @@ class FakeEngine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         await self._begin("extend")
         context = self._find(context_id, expected_length)
         context.tokens.extend(token_ids)
+        if chat is not None and context.chat is not None:
+            context.chat = Conversation.joined([context.chat, chat])
+            context.chat_end = len(context.tokens)
         return Committed(
             context.view(),
             Usage(computed_tokens=len(token_ids)),
             POOL,
             tuple(-0.5 for _ in token_ids) if logprobs else (),
         )
+
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        self.calls.append("compile")
+        self._fail("compile")
+        return Continued()  # no text of this fake's is constrained
 
     def generate(
         self,
@@ -289,6 +320,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream[Update]:
         self.calls.append("generate")
 
@@ -310,6 +342,7 @@ class FakeEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] = {},
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream[Update]:
         self.calls.append("generate_branches")
 
@@ -430,6 +463,16 @@ class FakeEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         await self._begin("get")
         return self._find(context_id).view()
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        await self._begin("chat")
+        context = self._find(context_id, expected_length)
+        if context.chat is None:
+            raise InvalidRequest("No chat.", reason=Reason.CHAT_NOT_EXTENDABLE)
+        turn_ids = tuple(context.tokens[context.chat_end :])
+        return ChatState(context.chat, turn_ids, len(context.tokens))
 
     async def tokens(
         self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
