@@ -85,7 +85,7 @@ $(VENV)/.torch: $(VENV)/.created constraints.txt
 	@touch $@
 
 # hatchling stands in the environment, pinned like the rest, so pip need not fetch one to build with.
-$(VENV)/.project: $(VENV)/.torch pyproject.toml
+$(VENV)/.project: $(VENV)/.torch pyproject.toml hatch_build.py $(wildcard kernels/agentkv_kernels/_native/*.[ch])
 	@echo "Set-up 3/4: pinned dependencies, and this project as an editable install"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation -e '.[server,dev]'

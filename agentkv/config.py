@@ -204,6 +204,7 @@ class PressureConfig:
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,9 @@ class EngineConfig:
     """`float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU, else the model's own."""
     device: str = "cpu"
     """A torch device."""
+    weights: str = "auto"
+    """What weights are kept as, on a CPU: `fp32` as loaded, `bf16`, `int8` with a factor for 64 of
+    them; `auto` is int8 where native kernels were compiled and the model is large enough."""
     block_size: int = 16
     """Token positions per block, at least 1."""
     num_blocks: int | None = None
@@ -269,6 +273,14 @@ class EngineConfig:
         _require(
             self.kv_dtype in KV_DTYPE_NAMES,
             f"kv_dtype must be {', '.join(KV_DTYPE_NAMES)}; got {self.kv_dtype!r}.",
+        )
+        _require(
+            self.weights in WEIGHT_NAMES,
+            f"weights must be {', '.join(WEIGHT_NAMES)}; got {self.weights!r}.",
+        )
+        _require(
+            not self.compile or self.weights in ("auto", "fp32"),
+            f"compile compiles torch's operations alone; leave out weights {self.weights}.",
         )
         if not self.is_on_gpu:
             self._refuse_on_cpu()

@@ -6,6 +6,7 @@ in one place each; everything heavy is imported only when the command runs.
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -103,6 +104,13 @@ def serve(
         ),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="What weights are kept as on a CPU: fp32, bf16, int8 or auto: int8 where native "
+            "kernels were compiled and the model is large enough to gain."
+        ),
+    ] = "auto",
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
@@ -188,6 +196,7 @@ def serve(
         model=model,
         dtype=dtype,
         device=device,
+        weights=weights,
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
@@ -263,6 +272,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
     size = pool.total * model.bytes_per_block
     return {
         "Model": f"{model.name} ({model.architecture}, {model.dtype})",
+        "Weights": f"{model.weights}, {format_bytes(model.weight_bytes)}",
         "Pool": (
             f"{pool.total:,} blocks of {pool.block_size} tokens, "
             f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"
@@ -271,5 +281,15 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
             f"{model.max_length:,}"
         ),
+        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Address": address,
     }
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now; where only a peak is known, that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return pages * resource.getpagesize()

@@ -52,7 +52,7 @@ def build_engine_for(
     tokenizer = Tokenizer(loaded.tokenizer)
     return Engine(
         runner,
-        _facts(loaded, config, runner.kv, tokenizer),
+        _facts(loaded, serving, runner.kv, tokenizer),
         tokenizer,
         pool=PoolConfig(num_blocks=num_blocks, block_size=config.block_size),
         scheduler=config.scheduler,
@@ -73,15 +73,17 @@ def _new_handles() -> Callable[[], str]:
 
 
 def _facts(
-    loaded: LoadedModel, config: EngineConfig, kv: KVCache, tokenizer: Tokenizer
+    loaded: LoadedModel, serving: ServingModel, kv: KVCache, tokenizer: Tokenizer
 ) -> ModelFacts:
     return ModelFacts(
         name=loaded.name,
         architecture=loaded.architecture,
         vocab_size=loaded.vocab_size,
-        max_length=min(loaded.max_length, config.max_length or loaded.max_length),
+        max_length=min(loaded.max_length, serving.config.max_length or loaded.max_length),
         num_layers=loaded.num_layers,
         dtype=str(loaded.dtype).removeprefix("torch."),
         bytes_per_block=kv.bytes_per_block,
         has_chat_template=tokenizer.has_chat_template,
+        weights=serving.weights.kind,
+        weight_bytes=serving.weights.num_bytes,
     )

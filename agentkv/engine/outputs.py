@@ -146,6 +146,9 @@ class ModelFacts:
     dtype: str
     bytes_per_block: int
     has_chat_template: bool
+    weights: str = "float32"
+    """What they are kept as."""
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ from agentkv.model.loader import LoadedModel
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import ModelShape, describe_model
 from agentkv.model.sampler import Sampler
+from agentkv.model.weights import ServedWeights, WeightKind, choose_weights, convert_weights
+from agentkv_kernels.native import load_native
 
 Report = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -42,10 +44,11 @@ class ServingModel:
     config: EngineConfig
     max_length: int
     """Most tokens of one context."""
+    weights: ServedWeights
 
     @classmethod
     def prepare(cls, loaded: LoadedModel, config: EngineConfig, report: Report) -> "ServingModel":
-        """Packs and compiles a model as the config says, then proves the result.
+        """Packs, compiles or rounds a model as the config says, and proves the result.
 
         Args:
             loaded: Changed in place.
@@ -57,25 +60,23 @@ class ServingModel:
             UnsupportedModelError: The model cannot be served exactly.
         """
         _check_device(config, loaded.device)
-        fuses = config.is_on_gpu if config.fuse_weights is None else config.fuse_weights
-        if fuses:
+        native = load_native() if loaded.device.type == "cpu" else None
+        kind = None if config.compile else choose_weights(config.weights, loaded.model, native)
+        if kind is None and (
+            config.is_on_gpu if config.fuse_weights is None else config.fuse_weights
+        ):
             _log.info("Packed %d groups of projections", fuse_projections(loaded.model))
         shape = describe_model(loaded.model)
         if config.compile:
             report("Compiling the model, which takes a minute or more")
             compile_model(loaded.model)
-        serving = cls(loaded.model, shape, Sampler(), config, loaded.max_length)
         report("Comparing forked branches with the model's own attention")
-        with _one_thread():  # a few rows gain nothing from more, and lose on a busy machine
-            check_model(
-                serving.model,
-                shape,
-                serving.sampler,
-                block_size=config.block_size,
-                kv_dtype=serving.kv_dtype,
-                batch_invariant=config.batch_invariant,
-            )
-        return serving
+        sampler = Sampler()
+        _prove(loaded.model, shape, sampler, config)
+        weights = convert_weights(loaded.model, kind, native)
+        if kind is not None:  # once more: it is another model now
+            _prove(loaded.model, shape, sampler, config, kind)
+        return cls(loaded.model, shape, sampler, config, loaded.max_length, weights)
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -187,6 +188,30 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
     if config.kv_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
         raise InvalidRequest(
             "kv_dtype fp8 needs a GPU of compute capability 8.9 or above (Ada, Hopper); use int8."
+        )
+
+
+def _prove(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    sampler: Sampler,
+    config: EngineConfig,
+    kind: WeightKind | None = None,
+) -> None:
+    """Runs the golden check on what will serve.
+
+    Raises:
+        UnsupportedModelError: The model cannot be served exactly.
+    """
+    with _one_thread():  # a few rows gain nothing from more, and lose on a busy machine
+        check_model(
+            model,
+            shape,
+            sampler,
+            block_size=config.block_size,
+            kv_dtype=KV_DTYPES.get(config.kv_dtype),
+            weights=kind,
+            batch_invariant=config.batch_invariant,
         )
 
 

@@ -26,6 +26,9 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Largest difference of a logit, as a share of the logits' own range."""
 _KV_TOLERANCES = {torch.int8: 8e-2, torch.float8_e4m3fn: 1.5e-1}
 """The same for an 8-bit pool, where rounding KV outweighs what the model rounds."""
+_WEIGHT_TOLERANCES = {"bf16": 6e-2, "int8": 1.5e-1}
+"""The same where rows are rounded before products: a last bit that differs may round a value to its
+other neighbour, and layer after layer such steps add up to what rounding itself costs."""
 _LONGEST_PREFIX = 96
 """A window that needs a longer prefix is not crossed: the check must stay quick."""
 _NUM_NEW_TOKENS = 4
@@ -56,6 +59,7 @@ def check_model(
     *,
     block_size: int,
     kv_dtype: torch.dtype | None = None,
+    weights: str | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
 ) -> GoldenReport:
@@ -67,6 +71,7 @@ def check_model(
         sampler: The one that will serve; nothing is sampled here.
         block_size: The one that will serve.
         kv_dtype: As for `KVCache`.
+        weights: What they were rounded to, `bf16` or `int8`; None where they are as loaded.
         implementation: Of the kernels, as for `ModelRunner`.
         batch_invariant: As for `ModelRunner`.
 
@@ -89,7 +94,11 @@ def check_model(
         expected = _own_logits(model, tokens.to(shape.device), first=layout.prefix - 1)
     finally:
         model.set_attn_implementation(ours)
-    tolerance = max(_TOLERANCES.get(shape.dtype, 1e-3), _KV_TOLERANCES.get(kv.dtype, 0.0))
+    tolerance = max(
+        _TOLERANCES.get(shape.dtype, 1e-3),
+        _KV_TOLERANCES.get(kv.dtype, 0.0),
+        _WEIGHT_TOLERANCES.get(weights or "", 0.0),
+    )
     report = _compare(heads, expected, layout, tolerance)
     if not report.error <= report.tolerance:  # NaN must fail
         raise UnsupportedModelError(

@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Loaded]:
     model = load_model("smollm2", dtype="float32")
-    made = Loaded(model, build_engine_for(model, EngineConfig(num_blocks=64)))
+    made = Loaded(model, build_engine_for(model, EngineConfig(num_blocks=64, weights="fp32")))
     yield made
     made.engine.check()
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def prepare(config: EngineConfig) -> ServingModel:
 def on_gpu(serving: ServingModel, **asked: object) -> ServingModel:
     """The same with a config for a GPU: what follows does not ask torch for one."""
     config = EngineConfig(device="cuda", block_size=4, scheduler=SMALL, **asked)  # type: ignore[arg-type]  # options by name
-    return ServingModel(serving.model, serving.shape, serving.sampler, config, serving.max_length)
+    return replace(serving, config=config)
 
 
 def is_fused(serving: ServingModel) -> bool:

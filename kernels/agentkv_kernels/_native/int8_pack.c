@@ -1,0 +1,39 @@
+/* Rounds weights to 8 bits, into the panels that `int8_panel.h` describes. */
+#include "int8_panel.h"
+#include "native.h"
+
+/* Rounds GROUP weights of one output; bytes go to every (4 * PANEL)th place in fours. */
+INLINE void pack_group(const float *weights, float *factor, uint8_t *bytes) {
+    vf greatest = vset(0.0f), sum = vset(0.0f);
+    for (int i = 0; i < GROUP; i += LANES) {
+        const vf values = vload(weights + i);
+        greatest = vmax(greatest, vabs(values));
+        sum = vadd(sum, values);
+    }
+    const float most = vmaximum(greatest), total = vsum(sum), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    *factor = most / 127.0f + (total - total); /* NaN where a weight is not finite */
+    for (int i = 0; i < GROUP; i += LANES) {
+        int32_t integers[LANES];
+        const vi rounded = viadd(vround_int(vmul(vload(weights + i), vset(inverse))), viset(128));
+        __builtin_memcpy(integers, &rounded, sizeof integers);
+        for (int j = 0; j < LANES; j++) bytes[(i + j) / 4 * (4 * PANEL) + j % 4] = (uint8_t)integers[j];
+    }
+}
+
+/* weights (num_outputs, width), float, -> panels, of which the last may lack outputs: zeros stand for
+ * them. `panel_bytes` lie between the beginnings of two panels. */
+EXPORT(void, int8_pack)
+(const float *weights, int64_t num_outputs, int64_t width, uint8_t *panels, int64_t panel_bytes) {
+    static const float nothing[GROUP];
+    const int64_t groups = width / GROUP;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < (num_outputs + PANEL - 1) / PANEL; p++)
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t *block = panels + p * panel_bytes + g * BLOCK_BYTES;
+            for (int64_t i = 0; i < PANEL; i++) {
+                const int64_t output = p * PANEL + i;
+                const float *from = output < num_outputs ? weights + output * width + g * GROUP : nothing;
+                pack_group(from, (float *)block + i, block + 4 * PANEL + 4 * i);
+            }
+        }
+}
