@@ -9,6 +9,7 @@ from cli.conftest import Invoke
 from agentkv.cli import main
 from agentkv.cli.models import describe
 from agentkv.cli.sizes import format_bytes, parse_bytes
+from agentkv.model.architectures import Refusal
 from agentkv.model.catalog import ALIASES, CatalogEntry
 
 
@@ -34,6 +35,16 @@ def test_models_lists_every_alias(invoke: Invoke) -> None:
     for alias in ALIASES.values():
         assert alias.name in result.stdout
         assert alias.license in result.stdout
+
+
+def test_supported_architectures_are_printed_with_reasons(invoke: Invoke) -> None:
+    """Catches a list that names what is proven and keeps still about what is refused, and why."""
+    result = invoke("models", "--supported")
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "Proven (31): cohere, cohere2, deepseek_v2" in text
+    assert f"{Refusal.OTHER_LAYERS}: axk2" in text
+    assert "Others are tried: at load, the golden check" in text
 
 
 def test_models_say_what_a_start_would_do() -> None:
