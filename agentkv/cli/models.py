@@ -41,8 +41,8 @@ def describe(entry: "CatalogEntry") -> str:
     """Says what there is of a model, or what a start would do to get it."""
     if entry.path is not None:
         return f"ready, {format_bytes(entry.size_bytes)} in {entry.path}"
-    if entry.package_file is not None:
-        return f"converted at the first start, from {entry.package_file}"
+    if entry.packaged is not None:
+        return f"converted at the first start, from {entry.packaged.parts[0]}"
     return f"downloaded at the first start, from {entry.alias.hub_id}"
 
 

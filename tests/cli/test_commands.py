@@ -11,6 +11,7 @@ from agentkv.cli.models import describe
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.model.architectures import Refusal
 from agentkv.model.catalog import ALIASES, CatalogEntry
+from agentkv.model.gguf_source import GgufSource
 
 
 @pytest.mark.parametrize("command", ["serve", "tree", "info", "models"])
@@ -53,7 +54,9 @@ def test_models_say_what_a_start_would_do() -> None:
     assert describe(CatalogEntry(alias, Path("/models/x"), 3 << 20, None)).startswith(
         "ready, 3 MiB"
     )
-    assert describe(CatalogEntry(alias, None, 0, Path("a.gguf"))).startswith("converted")
+    assert describe(CatalogEntry(alias, None, 0, GgufSource.of(Path("a.gguf")))).startswith(
+        "converted"
+    )
     assert alias.hub_id in describe(CatalogEntry(alias, None, 0, None))
 
 
