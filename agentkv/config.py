@@ -232,7 +232,8 @@ class EngineConfig:
     together; None is 0.9."""
     kv_dtype: str = "auto"
     """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
-    the tokens of 16 bits, rounded to within a few percent of the logits' range; on a GPU only."""
+    the tokens of 16 bits, rounded to within a few percent of the logits' range. On a CPU prefer
+    `int8`: there is no native kernel for `fp8`."""
     graphs: bool | None = None
     """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
     fuse_weights: bool | None = None
@@ -300,11 +301,6 @@ class EngineConfig:
         _require(
             self.memory_utilization is None,
             "memory_utilization is for the device cuda; use kv_memory on a CPU.",
-        )
-        _require(
-            self.kv_dtype == "auto",
-            f"kv_dtype {self.kv_dtype} needs the device cuda: on a CPU, attention would convert "
-            "the whole pool in every layer.",
         )
         _require(
             not self.batch_invariant,

@@ -22,7 +22,7 @@ from benchmarks.report import Report, Result, Target, parser_for
 
 MODEL = "smollm2"
 FIRST_START_SECONDS = 40.0
-LATER_START_RATIO = 1.3
+LATER_START_RATIO = 1.2
 
 SERVE = ["-m", "agentkv", "serve", "--model", MODEL, "--port", "0", "--kv-memory", "1GiB"]
 BARE = """

@@ -6,6 +6,7 @@ in one place each; everything heavy is imported only when the command runs.
 
 import asyncio
 import logging
+import os
 import resource
 from collections.abc import Callable
 from enum import StrEnum
@@ -218,6 +219,9 @@ def serve(
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
+    # Read once, when torch loads its OpenMP. Threads that spin while they wait stall a step for
+    # milliseconds whenever anything else needs their core; the server's own loop does.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))

@@ -115,9 +115,12 @@ def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
 
 
 def commit_writes(tree: ContextTree, tail: Segment, upto: int) -> None:
-    """Records that a step wrote KV up to a position of a path: from now on it can be matched."""
+    """Records that a step wrote KV up to a position of a path: from now on it can be matched.
+
+    Rows that ran again for their log-probabilities may end below what has KV already.
+    """
     for segment in tree.path(tail):
-        if segment.start < upto and not segment.is_computed:
+        if segment.num_computed < min(segment.end, upto):
             tree.residency.set_computed(segment, min(segment.end, upto))
             prefix_match.index(segment, tree.block_size)
 

@@ -18,6 +18,7 @@ from agentkv_kernels import (
     Capacity,
     WorkBuffers,
     WorkOptions,
+    store_kv,
     work_list_attention,
     work_options,
 )
@@ -27,8 +28,8 @@ from agentkv_kernels.work_buffers import Buckets
 class GraphReader(Protocol):
     """A Reader whose work may be captured."""
 
-    def attend(self, call: LayerCall, kv: LayerKV) -> Tensor:
-        """Answers one layer."""
+    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+        """Stores a layer's new KV where slots are given, and answers it."""
         ...
 
     def levels(self, num_rows: int) -> Sequence[Buckets]:
@@ -74,8 +75,18 @@ class WorkListReader:
         self._plan: AttentionPlan | None = None
         self._level: Buckets | None = None
 
-    def attend(self, call: LayerCall, kv: LayerKV) -> Tensor:
-        """Answers one layer from its kind's list."""
+    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+        """Stores, then answers one layer from its kind's list."""
+        if slots is not None:
+            store_kv(
+                call.key,
+                call.value,
+                kv.key,
+                kv.value,
+                slots,
+                scales=kv.scales,
+                implementation=self._options.implementation,
+            )
         options = work_options(
             call.query,
             kv.key,
@@ -141,10 +152,10 @@ class PlanGraphReader:
         self._options = options
         self._reader: PlanReader | None = None
 
-    def attend(self, call: LayerCall, kv: LayerKV) -> Tensor:
-        """Answers one layer, as the plan loaded last says."""
+    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+        """Stores, then answers one layer, as the plan loaded last says."""
         assert self._reader is not None, "nothing was loaded"
-        return self._reader.attend(call, kv)
+        return self._reader.attend(call, kv, slots)
 
     def levels(self, num_rows: int) -> Sequence[Buckets]:
         """Lists one: no programs are started."""

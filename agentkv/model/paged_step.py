@@ -12,7 +12,7 @@ from torch import Tensor
 from agentkv.model.attention import LayerCall
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.step_rows import StepRows
-from agentkv_kernels import AttentionPlan, KVScales, store_kv, tree_attention
+from agentkv_kernels import AttentionPlan, KVScales, store_and_attend, tree_attention
 from agentkv_kernels.ops import Implementation
 
 
@@ -28,10 +28,19 @@ class LayerKV(NamedTuple):
 
 
 class Reader(Protocol):
-    """Attends for a layer whose new KV is stored already."""
+    """Stores a layer's new KV, then attends."""
 
-    def attend(self, call: LayerCall, kv: LayerKV) -> Tensor:
-        """Answers one layer: (num_rows, num_query_heads, head_dim)."""
+    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+        """Answers one layer.
+
+        Args:
+            call: What the layer asks.
+            kv: What it reads.
+            slots: Where its new K and V go, (num_rows,) int64; None: another layer's serve it.
+
+        Returns:
+            (num_rows, num_query_heads, head_dim).
+        """
         ...
 
 
@@ -51,20 +60,38 @@ class PlanReader:
         self._options = options
         self._plan = plan
 
-    def attend(self, call: LayerCall, kv: LayerKV) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
         """Answers one layer, as the plan is now."""
-        return tree_attention(
+        implementation, batch_invariant = self._options
+        if slots is None:
+            return tree_attention(
+                call.query,
+                kv.key,
+                kv.value,
+                self._plan,
+                scale=call.scale,
+                window=call.window,
+                softcap=call.softcap,
+                sinks=call.sinks,
+                scales=kv.scales,
+                batch_invariant=batch_invariant,
+                implementation=implementation,
+            )
+        return store_and_attend(
             call.query,
+            call.key,
+            call.value,
             kv.key,
             kv.value,
+            slots,
             self._plan,
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
             sinks=call.sinks,
             scales=kv.scales,
-            batch_invariant=self._options.batch_invariant,
-            implementation=self._options.implementation,
+            batch_invariant=batch_invariant,
+            implementation=implementation,
         )
 
 
@@ -91,14 +118,5 @@ class PagedStep:
         self.layers.append(call.layer)
         key, value = self._kv.layer(call.layer)
         kv = LayerKV(key, value, self._kv.scales(call.layer))
-        if self._rows.is_writing and self._kv.owns_kv(call.layer):
-            store_kv(
-                call.key,
-                call.value,
-                kv.key,
-                kv.value,
-                self._rows.slots,
-                scales=kv.scales,
-                implementation=self._options.implementation,
-            )
-        return self._reader.attend(call, kv)
+        writes = self._rows.is_writing and self._kv.owns_kv(call.layer)
+        return self._reader.attend(call, kv, self._rows.slots if writes else None)

@@ -5,7 +5,12 @@
 """
 
 from agentkv_kernels.kv_ops import allocate_kv, copy_blocks, store_kv
-from agentkv_kernels.ops import tree_attention, work_list_attention, work_options
+from agentkv_kernels.ops import (
+    store_and_attend,
+    tree_attention,
+    work_list_attention,
+    work_options,
+)
 from agentkv_kernels.plan import AttentionPlan, KVRun, RunGrowth
 from agentkv_kernels.quantise import KVScales
 from agentkv_kernels.work_buffers import Capacity, WorkBuffers
@@ -21,6 +26,7 @@ __all__ = [
     "WorkOptions",
     "allocate_kv",
     "copy_blocks",
+    "store_and_attend",
     "store_kv",
     "tree_attention",
     "work_list_attention",

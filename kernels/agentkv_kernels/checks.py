@@ -115,12 +115,44 @@ def check_new(new: Tensor, cache: Tensor, num_rows: int, name: str) -> None:
         raise TypeError(f"{name} is {new.dtype}, its cache {cache.dtype}")
 
 
+def check_store(
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scales: KVScales | None,
+) -> None:
+    """Refuses tensors of a store that do not fit each other; looks at no number."""
+    check_caches(k_cache, v_cache)
+    check_scales(k_cache, scales)
+    if slots.dtype != torch.int64:
+        raise TypeError(f"slots must be int64, not {slots.dtype}")
+    if slots.dim() != 1:
+        raise ValueError(f"slots must have shape (num_rows,), not {tuple(slots.shape)}")
+    for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
+        check_new(new, cache, slots.shape[0], name)
+    tensors = {"key": key, "value": value, "v_cache": v_cache, "slots": slots}
+    check_devices(k_cache.device, tensors)
+
+
+def check_num_slots(slots: Tensor, num_rows: int) -> None:
+    """Refuses slots for another number of rows than a plan has."""
+    if len(slots) != num_rows:
+        raise ValueError(f"plan has {num_rows} rows, slots {len(slots)}")
+
+
 def check_slots(slots: Tensor, num_slots: int) -> int:
     """Refuses slots outside of the pool; waits for the slots' device. Returns the lowest."""
     low, high = (int(bound) for bound in torch.aminmax(slots))
+    check_slot_range(low, high, num_slots)
+    return low
+
+
+def check_slot_range(low: int, high: int, num_slots: int) -> None:
+    """Refuses slots of which the lowest or the highest lies outside of the pool."""
     if low < -1 or high >= num_slots:
         raise ValueError(f"slots must lie in [-1, {num_slots}): {low}..{high}")
-    return low
 
 
 def check_pool(kv: Tensor) -> None:

@@ -16,6 +16,7 @@ from agentkv_kernels import reference
 from agentkv_kernels.cpu_schedule import Piece, Schedule, Tails, build_schedule
 from agentkv_kernels.partial_attention import Partial, attend
 from agentkv_kernels.plan import AttentionPlan
+from agentkv_kernels.quantise import KVScales, dequantise
 
 
 def tree_attention(
@@ -28,15 +29,21 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> Tensor:
-    """Returns what `reference.tree_attention` returns as out; arguments as in `ops`."""
+    """Returns what `reference.tree_attention` returns as out; arguments as in `ops`.
+
+    Of 8-bit caches only what a call reads is converted.
+    """
     num_rows, num_q_heads, head_dim = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     schedule = plan.derived(build_schedule, window, dtype)
     num_kv_heads, v_head_dim = v_cache.shape[2:]
     group = num_q_heads // num_kv_heads
     grouped = query.reshape(num_rows, num_kv_heads, group, head_dim)
-    layer = _Layer(grouped, k_cache, v_cache, scale, softcap)
+    keys = _Slots(k_cache, None if scales is None else scales.k, query.dtype)
+    values = _Slots(v_cache, None if scales is None else scales.v, query.dtype)
+    layer = _Layer(grouped, keys, values, scale, softcap)
     merged = _merge(schedule, layer, dtype, sinks)  # (num_kv_heads, num_rows, group, v_head_dim)
     out = query.new_empty((num_rows, num_q_heads, v_head_dim))
     out.view(num_rows, num_kv_heads, group, v_head_dim).copy_(merged.transpose(0, 1))
@@ -44,8 +51,8 @@ def tree_attention(
         rows = (~out.flatten(1).isfinite().all(1)).nonzero().flatten().tolist()
         again, _ = reference.tree_attention(
             query,
-            k_cache,
-            v_cache,
+            k_cache if scales is None else dequantise(k_cache, scales.k, query.dtype),
+            v_cache if scales is None else dequantise(v_cache, scales.v, query.dtype),
             plan,
             scale=scale,
             window=window,
@@ -63,15 +70,15 @@ class _Layer:
     def __init__(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        keys: "_Slots",
+        values: "_Slots",
         scale: float,
         softcap: float | None,
     ) -> None:
         self.query = query  # (num_rows, num_kv_heads, group, head_dim)
         self.by_head = query.transpose(0, 1).contiguous()  # (num_kv_heads, num_rows, group, ...)
-        self.k_slots = _Slots(k_cache)
-        self.v_slots = _Slots(v_cache)
+        self.k_slots = keys
+        self.v_slots = values
         self.scale = scale
         self.softcap = softcap
 
@@ -120,19 +127,26 @@ class _Layer:
 class _Slots:
     """One cache, seen as slots."""
 
-    def __init__(self, cache: Tensor) -> None:
+    def __init__(self, cache: Tensor, factor: Tensor | None, dtype: torch.dtype) -> None:
         self.cache = cache  # (num_blocks, block_size, num_kv_heads, head_dim)
+        self.factor = factor  # (num_blocks, block_size, num_kv_heads), of an 8-bit cache
+        self.dtype = dtype
         self.block_size = cache.shape[1]
-        evenly = cache.stride(0) == self.block_size * cache.stride(1)
-        self.flat = cache.flatten(0, 1) if evenly else None  # (num_slots, ...), a view
 
     def take(self, slots: slice | Tensor) -> Tensor:
         """Returns (num_kv, num_kv_heads, head_dim): a view for a slice, a copy for a tensor."""
-        if self.flat is not None:
-            return _pick(self.flat, 0, slots)
+        if self.factor is None:
+            return self._pick(self.cache, slots)
+        # As bytes: torch moves no float8 on a CPU.
+        taken = self._pick(self.cache.view(torch.uint8), slots).view(self.cache.dtype)
+        return dequantise(taken, self._pick(self.factor, slots), self.dtype)
+
+    def _pick(self, cache: Tensor, slots: slice | Tensor) -> Tensor:
+        if cache.stride(0) == self.block_size * cache.stride(1):  # slots are evenly spaced
+            return _pick(cache.flatten(0, 1), 0, slots)
         if isinstance(slots, slice):
             slots = torch.arange(slots.start, slots.stop)
-        return self.cache[slots // self.block_size, slots % self.block_size]
+        return cache[slots // self.block_size, slots % self.block_size]
 
 
 def _merge(schedule: Schedule, layer: _Layer, dtype: torch.dtype, sinks: Tensor | None) -> Tensor:

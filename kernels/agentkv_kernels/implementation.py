@@ -4,13 +4,13 @@ Triton is imported where it is used: without a GPU nobody needs it, it is slow t
 every system has it.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from agentkv_kernels import checks
 
-Implementation = Literal["reference", "cpu", "triton"]
+Implementation = Literal["reference", "cpu", "torch", "triton"]
 
 
 def choose(implementation: Implementation | None, tensor: Tensor) -> Implementation:
@@ -22,9 +22,9 @@ def choose(implementation: Implementation | None, tensor: Tensor) -> Implementat
     if implementation is None:
         by_device: dict[str, Implementation] = {"cpu": "cpu", "cuda": "triton"}
         return by_device.get(tensor.device.type, "reference")
-    if implementation not in ("reference", "cpu", "triton"):
+    if implementation not in get_args(Implementation):
         raise ValueError(
-            f"implementation must be 'reference', 'cpu' or 'triton', not {implementation!r}"
+            f"implementation must be one of {get_args(Implementation)}, not {implementation!r}"
         )
     return implementation
 

@@ -49,16 +49,7 @@ def store_kv(
             [-1, num_blocks * block_size).
         TypeError: A dtype does not fit.
     """
-    checks.check_caches(k_cache, v_cache)
-    checks.check_scales(k_cache, scales)
-    if slots.dtype != torch.int64:
-        raise TypeError(f"slots must be int64, not {slots.dtype}")
-    if slots.dim() != 1:
-        raise ValueError(f"slots must have shape (num_rows,), not {tuple(slots.shape)}")
-    for name, new, cache in (("key", key, k_cache), ("value", value, v_cache)):
-        checks.check_new(new, cache, slots.shape[0], name)
-    tensors = {"key": key, "value": value, "v_cache": v_cache, "slots": slots}
-    checks.check_devices(k_cache.device, tensors)
+    checks.check_store(key, value, slots, k_cache, v_cache, scales)
     if slots.numel() == 0:
         return
     num_slots = k_cache.shape[0] * k_cache.shape[1]
@@ -161,6 +152,8 @@ def allocate_kv(
 
 def _write(cache: Tensor, slots: Tensor, new: Tensor) -> None:
     """Puts rows into checked slots of a cache."""
+    if cache.dtype == torch.float8_e4m3fn:  # torch moves no such numbers on a CPU
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
     block_size = cache.shape[1]
     if cache.stride(0) == block_size * cache.stride(1):
         # The pool's own layout: slots are evenly spaced, which makes this 4x faster.

@@ -14,7 +14,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from agentkv_kernels import checks, cpu, reference
+from agentkv_kernels import checks, cpu, cpu_native, reference
 from agentkv_kernels.implementation import Implementation, check_triton, choose
 from agentkv_kernels.kv_ops import allocate_kv, copy_blocks, store_kv
 from agentkv_kernels.plan import AttentionPlan
@@ -26,6 +26,7 @@ __all__ = [
     "Implementation",
     "allocate_kv",
     "copy_blocks",
+    "store_and_attend",
     "store_kv",
     "tree_attention",
     "work_list_attention",
@@ -73,9 +74,10 @@ def tree_attention(
         sinks: (num_q_heads,) logits added to each row's softmax denominator; None: nothing.
         scales: Factors of 8-bit caches; None where caches have the query's dtype.
         batch_invariant: A row's bits do not depend on the other rows. "cpu" cannot do that.
-        implementation: "cpu" reads shared KV once; "triton" does on a GPU (and in its interpreter);
-            "reference" is the specification, slow, on any device. None: "cpu" for CPU tensors,
-            "triton" on a GPU.
+        implementation: "cpu" reads shared KV once, by the native kernel where there is one for
+            this machine and these dtypes, else as "torch" does; "triton" does on a GPU (and in its
+            interpreter); "reference" is the specification, slow, on any device. None: "cpu" for CPU
+            tensors, "triton" on a GPU.
 
     Returns:
         (num_rows, num_q_heads, v_head_dim), contiguous, in the query's dtype. A row that sees
@@ -85,9 +87,14 @@ def tree_attention(
         ValueError: A shape, size, device, stride or number does not fit.
         TypeError: A dtype is unsupported or differs between query and caches.
     """
+    chosen = choose(implementation, query)
+    if chosen == "cpu" and not batch_invariant and (calls := cpu_native.calls_of(plan)):
+        modifiers = cpu_native.Modifiers(scale, window, softcap)
+        out = calls.attend(query, k_cache, v_cache, modifiers, sinks, scales, None)
+        if out is not None:
+            return out
     checks.check_query(query, k_cache, v_cache, scales)
     checks.check_modifiers(query, window, softcap, sinks)
-    chosen = choose(implementation, query)
     if chosen == "triton":
         check_triton(query, k_cache, v_cache)
         options = work_options(
@@ -98,16 +105,62 @@ def tree_attention(
         return _attend(query, k_cache, v_cache, buffers, scale, softcap, sinks, scales)
     _check_plan(query, k_cache, plan, plan.derived(AttentionPlan.highest_block))
     keywords = _Options(scale=scale, window=window, softcap=softcap, sinks=sinks)
-    if scales is not None:
-        k_cache = dequantise(k_cache, scales.k, query.dtype)
-        v_cache = dequantise(v_cache, scales.v, query.dtype)
-    if chosen == "cpu":
-        if query.device.type != "cpu":
-            raise ValueError(f"implementation 'cpu' cannot run on {query.device}")
-        if batch_invariant:
-            raise ValueError("batch_invariant needs implementation 'triton' or 'reference'")
-        return cpu.tree_attention(query, k_cache, v_cache, plan, **keywords)
-    return reference.tree_attention(query, k_cache, v_cache, plan, **keywords)[0]
+    if chosen == "reference":
+        if scales is not None:
+            k_cache = dequantise(k_cache, scales.k, query.dtype)
+            v_cache = dequantise(v_cache, scales.v, query.dtype)
+        return reference.tree_attention(query, k_cache, v_cache, plan, **keywords)[0]
+    if query.device.type != "cpu":
+        raise ValueError(f"implementation {chosen!r} cannot run on {query.device}")
+    if batch_invariant:
+        raise ValueError("batch_invariant needs implementation 'triton' or 'reference'")
+    return cpu.tree_attention(query, k_cache, v_cache, plan, scales=scales, **keywords)
+
+
+def store_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scales: KVScales | None = None,
+    batch_invariant: bool = False,
+    implementation: Implementation | None = None,
+) -> Tensor:
+    """Does what `store_kv` and then `tree_attention` do: all that one layer of a step needs.
+
+    On a CPU with native kernels it is one call. Arguments, result and errors are theirs; with an
+    error, nothing is stored that the plan's rows do not own.
+    """
+    if choose(implementation, query) == "cpu" and not batch_invariant and len(slots):
+        calls = cpu_native.calls_of(plan)
+        if calls is not None:
+            modifiers = cpu_native.Modifiers(scale, window, softcap)
+            new = cpu_native.NewKV(key, value, slots)
+            out = calls.attend(query, k_cache, v_cache, modifiers, sinks, scales, new)
+            if out is not None:
+                return out
+    store_kv(key, value, k_cache, v_cache, slots, scales=scales, implementation=implementation)
+    return tree_attention(
+        query,
+        k_cache,
+        v_cache,
+        plan,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scales=scales,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
 
 
 def work_list_attention(

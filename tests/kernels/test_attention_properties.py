@@ -8,6 +8,8 @@ from kernel_trees import Tree, chunk_tree, decode_tree, make_inputs, norm_error,
 
 from agentkv_kernels import AttentionPlan, KVRun, RunGrowth, tree_attention
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
 
 def split_runs(tree: Tree, at: int) -> Tree:
     """The same tree with every run cut at one position."""

@@ -23,6 +23,7 @@ from agentkv_kernels import (
     tree_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 BOUNDS = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,

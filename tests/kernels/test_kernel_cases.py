@@ -9,8 +9,8 @@ from kernel_trees import Tree, make_inputs
 
 from agentkv_kernels import AttentionPlan, KVRun, allocate_kv, store_kv, tree_attention
 
-Implementation = Literal["reference", "cpu"]
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "cpu"])
+Implementation = Literal["reference", "cpu", "torch"]
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["reference", "cpu", "torch"])
 
 
 def attend(tree: Tree, implementation: Implementation, *, poison: float = math.nan) -> torch.Tensor:

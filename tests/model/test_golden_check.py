@@ -11,8 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.attention import ATTENTION_NAME, use_agentkv_attention
 from agentkv.model.golden_check import GoldenReport, check_model
+from agentkv.model.kv_cache import KV_DTYPES
 from agentkv.model.model_shape import LayerShape, ModelShape, describe_model
 from agentkv.model.sampler import Sampler
+from agentkv_kernels.implementation import Implementation
 
 
 def check(model: PreTrainedModel, block_size: int = 16) -> GoldenReport:
@@ -39,6 +41,24 @@ def test_half_precision_passes_within_a_wider_tolerance(dtype: torch.dtype) -> N
     """Catches rounding taken for a fault."""
     report = check(build_tiny_model("llama", dtype=dtype))
     assert 0 < report.error < report.tolerance
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "torch"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_8_bit_kv_passes_within_a_wider_tolerance(
+    kv_dtype: str, implementation: Implementation
+) -> None:
+    """Catches factors that are stored, copied on write or read for another token."""
+    model = build_tiny_model("llama")
+    report = check_model(
+        model,
+        describe_model(model),
+        Sampler(),
+        block_size=4,
+        implementation=implementation,
+        kv_dtype=KV_DTYPES[kv_dtype],
+    )
+    assert 1e-4 < report.error < report.tolerance
 
 
 def test_the_model_is_left_on_our_attention() -> None:

@@ -1,0 +1,121 @@
+"""The engines as processes: one each, in an environment of its own, spoken to over pipes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.peers.protocol import Job, Load, Loaded, Outcome
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class NotAvailable(Exception):
+    """An engine that cannot be measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One engine and where it lives."""
+
+    name: str
+    module: str
+    environment: str | None
+    """Folder below the peers' environments; None is this process's own environment."""
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is not AgentKV."""
+        return not self.module.startswith("agentkv_")
+
+
+CONTESTANTS = (
+    Contestant("agentkv", "agentkv_local", None),
+    Contestant("agentkv-grpc", "agentkv_server", None),
+    Contestant("openvino", "openvino_genai", "openvino"),
+    Contestant("llama.cpp", "llama_cpp", "llama_cpp"),
+    Contestant("vllm", "vllm_cpu", "vllm"),
+    Contestant("hf-generate", "transformers_generate", "transformers"),
+    Contestant("hf-batch", "transformers_batch", "transformers"),
+)
+
+
+class EngineProcess:
+    """One engine that has loaded; leaving the `with` ends it."""
+
+    def __init__(self, contestant: Contestant, environments: Path, load: Load) -> None:
+        """Starts and loads it.
+
+        Raises:
+            NotAvailable: There is no such environment, or the engine does not load.
+        """
+        self.contestant = contestant
+        python = sys.executable
+        if contestant.environment is not None:
+            folder = environments / contestant.environment
+            python = str(folder / "bin" / "python")
+            if not (folder / ".ready").is_file():
+                raise NotAvailable(f"no environment {folder}; benchmarks/peers/setup.sh makes it")
+        self._process = subprocess.Popen(
+            [python, "-m", f"benchmarks.peers.{contestant.module}"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            self.facts = Loaded(**self._ask({"load": asdict(load)}))
+        except NotAvailable:
+            self.close()
+            raise
+
+    def run(self, job: Job) -> Outcome:
+        """Runs a job and checks that it decoded what was asked.
+
+        Raises:
+            NotAvailable: The engine failed, or decoded another number of tokens.
+        """
+        outcome = Outcome.from_json(self._ask({"run": asdict(job)}))
+        expected = tuple(node.decode for node in job.nodes)
+        if outcome.num_generated != expected:
+            raise NotAvailable(f"decoded {sum(outcome.num_generated)} tokens, not {sum(expected)}")
+        return outcome
+
+    def close(self) -> None:
+        """Lets the process end; kills it if it does not. Closing twice is fine."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        """Returns the process."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends it."""
+        self.close()
+
+    def _ask(self, request: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            answer = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            raise NotAvailable(f"the process ended ({self._process.poll()})") from None
+        if "error" in answer:
+            raise NotAvailable(answer["error"])
+        return answer
