@@ -85,6 +85,7 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        adapter: str = "",
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
@@ -95,6 +96,7 @@ class AsyncEngine:
                 labels=labels,
                 request_id=request_id,
                 logprobs=logprobs,
+                adapter=adapter,
             )
         )
         return operation.answer

@@ -149,6 +149,8 @@ class ModelFacts:
     weights: str = "float32"
     """What they are kept as."""
     weight_bytes: int = 0
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that contexts may be created with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class ServedEngine(Protocol):
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
         logprobs: bool = False,
+        adapter: str = "",
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...

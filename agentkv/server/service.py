@@ -47,6 +47,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             labels=labels,
             request_id=request_id,
             logprobs=request.logprobs,
+            adapter=request.adapter,
         )
         return convert.created(committed)
 

@@ -73,9 +73,8 @@ def test_an_alias_without_its_package_is_looked_up_in_the_hubs_cache(
     tiny_alias: ModelAlias, monkeypatch: Any
 ) -> None:
     """Catches an alias that is useless on a machine where only the Hub's cache has it."""
-    alias = ModelAlias(
-        "tiny", "For tests", "CC0-1.0", "someone/tiny", (PackagedFile("no_such_package", "x"),)
-    )
+    absent = PackagedFile("no_such_package", "x")
+    alias = ModelAlias("tiny", "For tests", "CC0-1.0", "someone/tiny", (absent,))
     monkeypatch.setattr(catalog, "ALIASES", {"tiny": alias})
     (entry,) = list_models()
     assert (entry.path, entry.packaged) == (None, None)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def sentencepiece(text: str) -> Sequence[str]:
     scores = {token: -rank for rank, token in enumerate([*JOINED, *LETTERS])}
     pieces = list(text)
     while True:
-        pairs = [(left + right) for left, right in zip(pieces, pieces[1:], strict=False)]
+        pairs = [(left + right) for left, right in pairwise(pieces)]
         known = [(scores[pair], -place) for place, pair in enumerate(pairs) if pair in scores]
         if not known:
             return [part for piece in pieces for part in in_bytes(piece, scores)]

@@ -48,9 +48,8 @@ def test_the_model_has_windows(loaded: LoadedModel) -> None:
 def test_branches_are_served(weights: Literal["fp32", "auto"]) -> None:
     """Catches a model that is refused at load, or that answers nonsense."""
     engine = build_engine(EngineConfig(model=ALIAS, num_blocks=96, weights=weights))
-    prompt = engine.tokenizer.encode(
-        "Question: What is the capital of France?\nAnswer: The capital"
-    )
+    text = "Rome is the capital of Italy. Berlin is the capital of Germany. Paris is the capital of"
+    prompt = engine.tokenizer.encode_prompt(text)
     context = engine.run(engine.create("tenant", prompt)).answer.context
     forks = engine.fork("tenant", context.id, count=2)
     for fork in forks:
@@ -58,5 +57,5 @@ def test_branches_are_served(weights: Literal["fp32", "auto"]) -> None:
         operation = engine.generate("tenant", fork.id, params)
         engine.run(operation)
         (chunk,) = (news for news in operation.take_news() if isinstance(news, Chunk))
-        assert "Paris" in chunk.text
+        assert chunk.text.startswith(" France.")
     engine.check()
