@@ -10,6 +10,7 @@ told before each step to one object that all wrappers of a model hold. It knows 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -114,6 +115,8 @@ def install_adapters(model: PreTrainedModel, adapters: Sequence[Adapter]) -> Ada
 
 
 def _check_fit(model: PreTrainedModel, plain: Mapping[str, nn.Module], adapter: Adapter) -> None:
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
     for name, part in adapter.parts.items():
         layer = plain.get(name)
         if layer is None:
@@ -121,7 +124,7 @@ def _check_fit(model: PreTrainedModel, plain: Mapping[str, nn.Module], adapter: 
                 f"The adapter {adapter.name} changes {name}, which {type(model).__name__} lacks; "
                 "it was trained for another model."
             )
-        if type(layer) is not nn.Linear or layer is model.get_output_embeddings():
+        if type(layer) is not nn.Linear or layer is head:
             raise UnsupportedModelError(
                 f"The adapter {adapter.name} changes {name}; only linear layers before the head "
                 f"can have adapters, and this is {type(layer).__name__}."

@@ -72,8 +72,8 @@ def refusal_of(config: PreTrainedConfig) -> Refused | None:
 
 
 def _class_name(config: PreTrainedConfig) -> str:
-    name: str = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
-    return name
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return str(model_class.__name__)
 
 
 def _rope_types(text_config: Any) -> Iterator[str]:

@@ -52,7 +52,7 @@ def install(model: PreTrainedModel, *folders: Path) -> AdapterStep:
 def test_an_adapter_equals_the_merged_model(family: str, tmp_path: Path) -> None:
     """Catches a wrong scale or side, a module that is passed over, and a check that would not."""
     model = build_tiny_model(family)
-    targets = {"targets": TARGETS[family]} if family in TARGETS else {}
+    targets: dict[str, Any] = {"targets": TARGETS[family]} if family in TARGETS else {}
     folder = save_adapter(tmp_path / "a", model, seed=1, **targets)
     plain = logits(build_tiny_model(family), AdapterStep())
     step = install(model, folder)
@@ -70,7 +70,7 @@ def test_an_adapter_equals_the_merged_model(family: str, tmp_path: Path) -> None
 def test_scales_follow_the_config(tmp_path: Path) -> None:
     """Catches rsLoRA taken for LoRA, and patterns of rank and alpha that are passed over."""
     model = build_tiny_model("llama")
-    config = {
+    config: dict[str, Any] = {
         "use_rslora": True,
         "rank_pattern": {"v_proj": 2},
         "alpha_pattern": {"layers.1.self_attn.q_proj": 10.0},
@@ -117,7 +117,7 @@ def test_rows_of_several_adapters_share_a_step(tmp_path: Path) -> None:
 
 def test_adapters_stand_beside_8_bit_weights(tmp_path: Path) -> None:
     """Catches a short way through a layer that leaves its adapters out, and an adapter rounded."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     model = build_tiny_model("llama", **sizes)
     folder = save_adapter(tmp_path / "a", model, seed=1, targets=("q_proj", "down_proj"))
     step = install(model, folder)
@@ -180,7 +180,7 @@ def test_a_damaged_folder_is_the_callers_error(damage: str, tmp_path: Path) -> N
     """Catches a stack trace of the reader for half a download."""
     model = build_tiny_model("llama")
     more = {"base_model.model.lm_head.lora_A.weight": NO_TENSOR} if damage == "no pair" else None
-    rank = {"r": 5} if damage == "rank" else {}
+    rank: dict[str, Any] = {"r": 5} if damage == "rank" else {}
     folder = save_adapter(tmp_path / "a", model, seed=1, tensors=more, **rank)
     if damage == "no folder":
         folder = tmp_path / "nowhere"

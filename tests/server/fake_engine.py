@@ -234,6 +234,7 @@ class FakeEngine:
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
         logprobs: bool = False,
+        adapter: str = "",
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
