@@ -145,7 +145,7 @@ class Generation(Operation):
         detokenizers: Sequence[Detokenizer],
         view: Callable[[Context], ContextView],
         pool: Callable[[], PoolView],
-        end: Callable[[Request], None],
+        end: Callable[[Request, int], None],
         *,
         seed: int | None,
         is_single: bool,
@@ -212,7 +212,7 @@ class Generation(Operation):
         if reason is None:
             return
         if event.finish is None:
-            self._end(request)
+            self._end(request, event.num_later)
         if stop is None:
             branch.text += branch.detokenizer.flush()
         self._finish(event, branch.number, reason, stop, num_before_stop)

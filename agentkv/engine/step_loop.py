@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
-from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler, Step
 from agentkv.engine.cost_meter import CostMeter
 from agentkv.engine.operations import Operation
@@ -106,10 +106,20 @@ class StepLoop:
         self.scheduler.set_costs(self._costs.costs())
         return not failed
 
-    def end(self, request: Request) -> None:
-        """Ends a request early; its operation knows why."""
-        del self._operations[request]
-        self.scheduler.finish(request)
+    def end(self, request: Request, num_dropped: int = 0) -> None:
+        """Ends a request early; its operation knows why.
+
+        Args:
+            request: One that is known here.
+            num_dropped: Tokens to take back: those that a step committed after its end.
+        """
+        self._operations.pop(request, None)
+        if request.status is not RequestStatus.DONE:  # else the step has ended it
+            self.scheduler.finish(request)
+        if num_dropped:
+            request.generated_tokens -= num_dropped
+            request.context.bill.generated_tokens -= num_dropped
+            self._store.truncate(request.context, request.context.length - num_dropped)
 
     def end_released(self, request: Request) -> Operation:
         """Ends a request whose context is about to be released: release wins."""
@@ -132,6 +142,8 @@ class StepLoop:
     def _dispatch(self, events: Sequence[Event]) -> list[Operation]:
         touched: dict[Operation, None] = {}
         for event in events:
+            if event.request not in self._operations:
+                continue  # a token before this one ended it
             operation = self._operations[event.request]
             if event.finish is not None:
                 del self._operations[event.request]
