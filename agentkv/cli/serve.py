@@ -20,6 +20,7 @@ from rich.logging import RichHandler
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.cli.tables import facts_table
 from agentkv.config import (
+    AdapterConfig,
     EngineConfig,
     LeaseConfig,
     PressureConfig,
@@ -52,6 +53,13 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _adapter(text: str) -> AdapterConfig:
+    name, separator, path = text.partition("=")
+    if not (separator and path):
+        raise InvalidRequest(f"--adapter takes NAME=PATH, got {text!r}.")
+    return AdapterConfig(name, path)
 
 
 def serve(
@@ -145,6 +153,15 @@ def serve(
             "kernels were compiled and the model is large enough to gain."
         ),
     ] = "auto",
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=PATH",
+            help="LoRA adapter that contexts may be created with: a folder as PEFT saves it. May "
+            "be given several times.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
@@ -254,6 +271,7 @@ def serve(
         dtype=dtype,
         device=device,
         weights=weights,
+        adapters=tuple(_adapter(text) for text in adapters or ()),
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
@@ -352,6 +370,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
     return {
         "Model": f"{model.name} ({model.architecture}, {model.dtype})",
         "Weights": f"{model.weights}, {format_bytes(model.weight_bytes)}",
+        **({"Adapters": ", ".join(model.adapters)} if model.adapters else {}),
         "Pool": (
             f"{pool.total:,} blocks of {pool.block_size} tokens, "
             f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"

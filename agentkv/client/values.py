@@ -186,6 +186,8 @@ class ContextInfo:
     reclaimable_blocks: int
     """Blocks among private and shared ones that give way to requests as things are."""
     lease: LeaseInfo
+    adapter: str = ""
+    """The adapter it is computed with; empty: the model's own weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from agentkv.core.batch import NO_SLOT, Batch, BlockCopy, Run, Sample, Score
+from agentkv.core.batch import NO_SLOT, AdapterRows, Batch, BlockCopy, Run, Sample, Score
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.request import Request
 from agentkv.core.segment import Segment
@@ -58,7 +58,12 @@ class Work:
 def build_batch(tree: ContextTree, works: list[Work]) -> Batch:
     """Puts works in the order of the tree, and notes in each where its rows are."""
     paths = {work: tree.path(work.request.context.tail) for work in works}
-    works.sort(key=lambda work: [segment.id for segment in paths[work]])
+    works.sort(
+        key=lambda work: (
+            work.request.context.adapter,  # whole trees: nothing is shared between adapters
+            [segment.id for segment in paths[work]],
+        )
+    )
     rows: list[tuple[int, int, int]] = []
     for work in works:
         work.first_row = len(rows)
@@ -75,7 +80,22 @@ def build_batch(tree: ContextTree, works: list[Work]) -> Batch:
         samples=tuple(sample for work in works if work.samples for sample in _samples(tree, work)),
         heads=tuple(_head(work) for work in works if work.keeps_head),
         scores=tuple(score for asked in scores for score in asked),
+        adapters=_adapters(works),
     )
+
+
+def _adapters(works: list[Work]) -> tuple[AdapterRows, ...]:
+    """Groups the rows that have an adapter; works are in the order of adapters."""
+    groups: list[AdapterRows] = []
+    for work in works:
+        adapter = work.request.context.adapter
+        if not adapter or not work.num_rows:
+            continue
+        if groups and groups[-1].adapter == adapter:
+            groups[-1] = groups[-1]._replace(num_rows=groups[-1].num_rows + work.num_rows)
+        else:
+            groups.append(AdapterRows(adapter, work.first_row, work.num_rows))
+    return tuple(groups)
 
 
 def _rows(work: Work, path: list[Segment], block_size: int) -> Iterator[tuple[int, int, int]]:

@@ -127,6 +127,8 @@ class ContextView:
     labels: tuple[tuple[str, str], ...]
     create_time: float
     """Seconds since the epoch."""
+    adapter: str = ""
+    """The adapter it is computed with; empty: the model's own weights."""
 
     @property
     def pinned(self) -> bool:

@@ -326,6 +326,7 @@ class Context(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Handle of the context: opaque, unguessable, at most 128 characters."""
     parent_id: _builtins.str
@@ -366,6 +367,8 @@ class Context(_message.Message):
     """Blocks of this context whose KV is in the server's host memory; the next use brings it back."""
     disk_blocks: _builtins.int
     """Blocks of this context whose KV is on the server's disk; the next use brings it back."""
+    adapter: _builtins.str
+    """The adapter it is computed with. Empty: the model's own weights."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels given when it was made."""
@@ -401,10 +404,11 @@ class Context(_message.Message):
         lease: Global___Lease | None = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "disk_blocks", b"disk_blocks", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "host_blocks", b"host_blocks", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "adapter", b"adapter", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "disk_blocks", b"disk_blocks", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "host_blocks", b"host_blocks", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
@@ -1447,6 +1451,7 @@ class Model(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name it was loaded by."""
     architecture: _builtins.str
@@ -1463,6 +1468,10 @@ class Model(_message.Message):
     """Bytes one block takes, all layers."""
     has_chat_template: _builtins.bool
     """Whether Create takes messages."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters that Create takes."""
+
     def __init__(
         self,
         *,
@@ -1474,10 +1483,11 @@ class Model(_message.Message):
         dtype: _builtins.str = ...,
         bytes_per_block: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1941,6 +1951,7 @@ class CreateRequest(_message.Message):
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
     character.
@@ -1956,6 +1967,11 @@ class CreateRequest(_message.Message):
     logprobs: _builtins.bool
     """Whether to report the log-probability of each token of the prompt. Tokens that are cached are
     run again for it. Default: false.
+    """
+    adapter: _builtins.str
+    """One of Model.adapters, for good: branches inherit it, and nothing is shared with contexts of
+    other adapters. Empty: the model's own weights. Another name is refused with INVALID_REQUEST,
+    which lists those that there are.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -1984,10 +2000,11 @@ class CreateRequest(_message.Message):
         allow_special: _builtins.bool = ...,
         logprobs: _builtins.bool = ...,
         lease: Global___LeaseOptions | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
