@@ -21,6 +21,8 @@ from agentkv.model.lora import install_adapters
 from agentkv.model.model_shape import describe_model
 from agentkv.model.sampler import Sampler
 
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # PEFT's, about what it calls itself
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"target_modules": ["q_proj", "v_proj"]},
     "all linear": {"target_modules": "all-linear", "lora_alpha": 16},
