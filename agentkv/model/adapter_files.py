@@ -30,7 +30,7 @@ _KNOWN = frozenset(
         *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode"),
         *("layers_pattern", "layers_to_transform", "lora_dropout", "peft_type", "peft_version"),
         *("revision", "target_modules", "task_type", "ensure_weight_tying"),
-        *("eva_config", "lora_ga_config", "megatron_core"),
+        *("eva_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
     }
 )
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")

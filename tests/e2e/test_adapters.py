@@ -12,7 +12,7 @@ from agentkv.config import AdapterConfig, EngineConfig, QuotaConfig, QuotasConfi
 from agentkv.engine.build import build_engine_for
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import Chunk
-from agentkv.errors import InvalidRequest, PoolExhausted, UnsupportedModelError
+from agentkv.errors import InvalidRequest, PoolExhausted, Reason, UnsupportedModelError
 from agentkv.sampling_params import SamplingParams
 
 TENANT = "tenant"
@@ -112,6 +112,16 @@ def test_an_unknown_adapter_is_refused_by_name(adapters: tuple[AdapterConfig, ..
     assert list(refused.value.violations) == ["adapter"]
     with pytest.raises(InvalidRequest, match="the server has none"):
         engine_with(()).create(TENANT, PROMPT, adapter="law")
+
+
+def test_a_context_with_an_adapter_is_not_saved(adapters: tuple[AdapterConfig, ...]) -> None:
+    """Catches a snapshot that is restored as a context of the model's own weights."""
+    engine = engine_with(adapters)
+    law = create(engine, "law")
+    with pytest.raises(InvalidRequest, match="computed with the adapter law") as refused:
+        engine.snapshots.begin(TENANT, law, recursive=True, with_kv=True)
+    assert refused.value.reason is Reason.UNSUPPORTED_OPTION
+    engine.check()
 
 
 def test_options_that_do_not_go_with_adapters_are_refused(tmp_path: Path) -> None:
