@@ -83,6 +83,7 @@ class AsyncClient:
         lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         logprobs: bool = False,
+        adapter: str = "",
         timeout: float | None = None,
     ) -> AsyncContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -99,10 +100,12 @@ class AsyncClient:
             labels: Labels to show in `info` and `list`.
             logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
                 handle; cached tokens are run again for it.
+            adapter: One of the server's adapters, which all its branches inherit; empty: none.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
-            InvalidRequest: The prompt is empty, too long, or none the model can take.
+            InvalidRequest: The prompt is empty, too long, or none the model can take; or there is
+                no such adapter.
             PoolExhausted: There are no blocks, no place in the queue, or too many contexts or pins.
         """
         operation = handle_state.create(
@@ -115,6 +118,7 @@ class AsyncClient:
             lease,
             labels,
             logprobs,
+            adapter,
             timeout,
         )
         return AsyncContextHandle(self._driver, await self._driver.run(operation))

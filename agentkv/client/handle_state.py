@@ -234,6 +234,7 @@ def create(
     lease: Lease | None,
     labels: Mapping[str, str],
     logprobs: bool,
+    adapter: str,
     timeout: float | None,
 ) -> Operation[HandleState]:
     """Creates a context, once, however often the call is sent."""
@@ -248,6 +249,7 @@ def create(
         labels=labels,
         request_id=request_id,
         logprobs=logprobs,
+        adapter=adapter,
     )
     reply = yield from session.send("Create", request, session.attempts(timeout), request_id)
     usage = session.see(reply)

@@ -75,6 +75,7 @@ class SamplingOptions(TypedDict, total=False):
     constraint: Constraint | None
     """What the text must match; None: nothing."""
     top_logprobs: int
+    num_speculative_tokens: int | None
 
 
 def create(
@@ -88,6 +89,7 @@ def create(
     labels: Mapping[str, str],
     request_id: str,
     logprobs: bool,
+    adapter: str,
 ) -> pb.CreateRequest:
     """Builds a Create request from exactly one form of prompt."""
     _require_one(text=text, messages=messages, token_ids=token_ids)
@@ -100,6 +102,7 @@ def create(
             request_id=request_id,
             allow_special=allow_special,
             logprobs=logprobs,
+            adapter=adapter,
         )
         if text is not None:
             request.text = _checked_text(text)

@@ -1,7 +1,7 @@
 """Messages of the wire as values of the SDK. It copies; what fields mean stands in the contract."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -128,6 +128,7 @@ def context(message: pb.Context) -> ContextInfo:
         create_time=message.create_time.ToDatetime(tzinfo=UTC),
         reclaimable_blocks=message.reclaimable_blocks,
         lease=lease(message.lease),
+        adapter=message.adapter,
     )
 
 
@@ -223,7 +224,7 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
     return ServerInfo(
         server_version=message.server_version,
         api_versions=tuple(message.api_versions),
-        model=_copied(ModelInfo, message.model),
+        model=replace(_copied(ModelInfo, message.model), adapters=tuple(message.model.adapters)),
         pool=pool(message.pool),
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),

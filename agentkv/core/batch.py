@@ -46,6 +46,14 @@ class Run(NamedTuple):
     num_rows: int
 
 
+class AdapterRows(NamedTuple):
+    """Consecutive rows that are computed with one adapter."""
+
+    adapter: str
+    first_row: int
+    num_rows: int
+
+
 class Stream(NamedTuple):
     """A branch's random stream; the draw for a token is a function of it and the position."""
 
@@ -98,6 +106,8 @@ class Batch:
     heads: tuple[int, ...]
     """Rows whose logits the caller wants to keep."""
     scores: tuple[Score, ...]
+    adapters: tuple[AdapterRows, ...] = ()
+    """Rows with adapters, ascending; the others are the model's own."""
 
     @property
     def num_rows(self) -> int:

@@ -84,6 +84,8 @@ class Context:
     """
     readings: Readings = ()
     """What its path's meters showed when it began to hold it, in each tier where it does."""
+    adapter: str = ""
+    """Adapter that its tokens are computed with; empty: the model's own weights."""
     is_used: bool = False
     """Whether a request has run on it."""
     num_once_computed: int = 0

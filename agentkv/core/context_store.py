@@ -124,6 +124,7 @@ class ContextStore:
         lease: Lease,
         labels: Mapping[str, str],
         now: float,
+        adapter: str = "",
     ) -> Context:
         """Opens a context with no committed token yet on the longest cached prefix of `tokens`.
 
@@ -131,11 +132,11 @@ class ContextStore:
             PoolExhausted: The tenant holds as many contexts as it may.
         """
         self._admit(tenant, 1)
-        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold)
+        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold, adapter)
         context = Context(
             self._new_id(), tenant, tail, 0, lease.hold, lease, now, labels=dict(labels)
         )
-        context.root_id = context.id
+        context.root_id, context.adapter = context.id, adapter
         self.ledger.begin(context)
         self._add(context, ChangeKind.CREATED)
         return context
@@ -278,7 +279,9 @@ class ContextStore:
         assert context.request is None and not context.is_released
         self.ledger.end(context)
         self.tree.detach(context.tail, context.hold)
-        context.tail = self.tree.root(context.tenant)  # its children keep it, not its tokens
+        context.tail = self.tree.root(
+            context.tenant, context.adapter
+        )  # its children keep it, not its tokens
         context.is_released = True
         if context in self._hidden:
             self._hidden.remove(context)
@@ -386,6 +389,7 @@ class ContextStore:
             num_children=len(context.children),
             labels=tuple(context.labels.items()),
             create_time=context.create_time,
+            adapter=context.adapter,
         )
 
     def page(
@@ -487,6 +491,7 @@ class ContextStore:
                 rendering=parent.rendering_at(position),
                 readings=readings,
                 num_once_computed=num_once_computed,
+                adapter=parent.adapter,
             )
             for number in range(count)
         ]

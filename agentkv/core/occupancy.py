@@ -145,7 +145,7 @@ class Occupancy:
         while node.parent is not None:
             meter = meters.get(node)
             if meter is None:
-                meter = meters[node] = _Meter(self.tenancy(node.root), now)
+                meter = meters[node] = _Meter(self.tenancy(node.account), now)
                 self._set_blocks(meter, self._num_owned(node))
             else:
                 meter.settle(now)
@@ -161,7 +161,7 @@ class Occupancy:
 
     def begin(self, child: Segment) -> None:
         """Lets the context that holds the path above hold a new, empty segment below it too."""
-        self._meters[child] = _Meter(self.tenancy(child.root), self.now, num_holders=1)
+        self._meters[child] = _Meter(self.tenancy(child.account), self.now, num_holders=1)
 
     # -- blocks and shape --------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ class AsyncEngine:
         request_id: str | None = None,
         logprobs: bool = False,
         chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
@@ -115,6 +116,7 @@ class AsyncEngine:
                 request_id=request_id,
                 logprobs=logprobs,
                 chat=chat,
+                adapter=adapter,
             )
         )
         return operation.answer

@@ -113,4 +113,5 @@ def _facts(
         has_chat_template=tokenizer.has_chat_template,
         weights=serving.weights.kind,
         weight_bytes=serving.weights.num_bytes,
+        adapters=serving.adapters.names,
     )

@@ -22,6 +22,7 @@ from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.eviction import flush
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
@@ -83,6 +84,7 @@ class Engine:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
+        propose: Propose = look_up,
     ) -> None:
         assert mover is not None or not pool.host_blocks
         self.facts = facts
@@ -104,12 +106,20 @@ class Engine:
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
-        self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
+        self._scheduler = Scheduler(
+            self._store, scheduler, max_length=facts.max_length, propose=propose
+        )
         self._loop = StepLoop(
             self._scheduler, runner, self._store, self._tick, mover=mover, timer=timer
         )
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
+        self._factory = RequestFactory(
+            self._tree,
+            end_token_ids,
+            new_seed,
+            facts.vocab_size,
+            scheduler.num_speculative_tokens,
+        )
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
@@ -130,31 +140,34 @@ class Engine:
         request_id: str | None = None,
         logprobs: bool = False,
         chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
 
         `chat` is the conversation that the tokens were made of, if they were made of one.
 
-        With `logprobs`, the answer has the log-probability of every token but the first.
+        With `logprobs`, the answer has the log-probability of every token but the first. An
+        adapter is for good: branches inherit it, and nothing is shared with other adapters.
 
         Raises:
-            InvalidRequest: No token, a token id beyond the vocabulary, too many tokens, or a time
-                that no lease can have.
+            InvalidRequest: No such adapter, no token, a token id beyond the vocabulary, too many
+                tokens, or a time that no lease can have.
             PoolExhausted: The pool cannot hold it, the tenant has too many contexts or pins, or
                 too many requests wait.
         """
         self._tick()
         now = self._clock()
-        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs, chat)
+        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs, chat, adapter)
         known = self._replies.find(tenant, "Create", request_id, body, now)
         if isinstance(known, Commit) and not known.has_failed:
             if not known.context.is_released:
                 self._leases.touch(known.context, now)
             return known
+        self._checks.adapter(adapter)
         self._checks.prompt(token_ids)
         proposed = self._leases.propose(lease)
         context = self._store.create(
-            tenant, token_ids, lease=proposed, labels=labels or {}, now=now
+            tenant, token_ids, lease=proposed, labels=labels or {}, now=now, adapter=adapter
         )
         request = self._factory.completion(context, with_logprobs=logprobs)
         if chat is not None:

@@ -208,7 +208,8 @@ class Generation(Operation):
             branch.text += delta.text
             if delta.stopped is not None:
                 event = event._replace(finish=FinishReason.STOP, error=None)
-                self._end(request, len(tokens) - 1 - number)  # forced tokens that came after it
+                num_later = len(tokens) - 1 - number + event.num_later  # forced, or guessed
+                self._end(request, num_later)
                 break
         if event.logprob is not None:
             branch.logprobs.append(event.logprob)

@@ -205,6 +205,8 @@ class ModelFacts:
     weights: str = "float32"
     """What they are kept as."""
     weight_bytes: int = 0
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that contexts may be created with."""
     host_bytes_per_block: int = 0
     """Of a block in a lower tier; 0 without one."""
 

@@ -30,6 +30,20 @@ class RequestChecks:
             )
         self.tokens(token_ids, length=0)
 
+    def adapter(self, name: str) -> None:
+        """Checks that a context may be created with an adapter; empty names none.
+
+        Raises:
+            InvalidRequest: There is no such adapter; names those that there are.
+        """
+        known = self._facts.adapters
+        if name and name not in known:
+            there_are = f"there are {', '.join(known)}" if known else "the server has none"
+            raise InvalidRequest(
+                f"There is no adapter {name!r}; {there_are}.",
+                violations={"adapter": f"names no adapter; {there_are}"},
+            )
+
     def tokens(self, token_ids: Sequence[int], *, length: int) -> None:
         """Checks tokens that are to follow `length` others.
 

@@ -119,10 +119,18 @@ class SnapshotDesk:
 
         Raises:
             NotFound: The handle is unknown.
+            InvalidRequest: It has an adapter: a snapshot could not say which weights those are.
         """
         self._tick()
         store, with_kv = self._store, with_kv and self.porter is not None
         context = store.get(tenant, context_id)
+        if context.adapter:
+            raise InvalidRequest(
+                f"The context is computed with the adapter {context.adapter}; only contexts of the "
+                "model's own weights can be saved.",
+                reason=Reason.UNSUPPORTED_OPTION,
+                violations={"context_id": "names a context with an adapter"},
+            )
         contexts = store.family(context) if recursive else [context]
         pins = [store.fork_hidden(context, 1)[0] for context in contexts]
         tails = [pin.tail for pin in pins]

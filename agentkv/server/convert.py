@@ -124,6 +124,7 @@ def context(view: ContextView) -> pb.Context:
         labels=dict(view.labels),
         reclaimable_blocks=view.reclaimable_blocks,
         lease=lease(view.lease, view.expire_time),
+        adapter=view.adapter,
     )
     message.create_time.FromNanoseconds(int(view.create_time * 1e9))
     return message
@@ -156,6 +157,8 @@ def usage(value: Usage) -> pb.Usage:
         computed_tokens=value.computed_tokens,
         cached_tokens=value.cached_tokens,
         generated_tokens=value.generated_tokens,
+        drafted_tokens=value.drafted_tokens,
+        accepted_tokens=value.accepted_tokens,
     )
 
 
@@ -375,6 +378,7 @@ def model(facts: ModelFacts) -> pb.Model:
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
         has_chat_template=facts.has_chat_template,
+        adapters=facts.adapters,
     )
 
 

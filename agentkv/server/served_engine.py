@@ -139,6 +139,7 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         logprobs: bool = False,
         chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...

@@ -52,6 +52,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             request_id=request_id,
             logprobs=request.logprobs,
             chat=prompt.chat if isinstance(prompt, ChatInput) else None,
+            adapter=request.adapter,
         )
         return convert.created(committed)
 

@@ -259,6 +259,7 @@ class FakeEngine:
         request_id: str | None = None,
         logprobs: bool = False,
         chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
