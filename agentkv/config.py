@@ -20,14 +20,23 @@ def _require(holds: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Size of the device pool."""
+    """Sizes of the device pool and of the tiers below it."""
 
     num_blocks: int
     """Blocks of the device pool, at least 1."""
     block_size: int = 16
     """Token positions per block, at least 1."""
+    host_blocks: int = 0
+    """Blocks of the host tier; 0: KV that gives way is recomputed."""
+    disk_blocks: int = 0
+    """Blocks of the disk tier, below the host's."""
 
     def __post_init__(self) -> None:
+        _require(self.host_blocks >= 0, "host_blocks must not be negative.")
+        _require(
+            self.disk_blocks == 0 or (self.disk_blocks > 0 and self.host_blocks > 0),
+            "disk_blocks must not be negative, and a disk tier needs a host tier above it.",
+        )
         _require(self.num_blocks >= 1, f"num_blocks must be at least 1, got {self.num_blocks}.")
         _require(self.block_size >= 1, f"block_size must be at least 1, got {self.block_size}.")
 
@@ -204,6 +213,7 @@ class PressureConfig:
 
 
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
+HOST_KV_DTYPE_NAMES = ("auto", "int8")
 WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
 
 
@@ -234,6 +244,18 @@ class EngineConfig:
     """What KV is stored as: `auto` is what the model computes; `int8` and `fp8` hold about twice
     the tokens of 16 bits, rounded to within a few percent of the logits' range. On a CPU prefer
     `int8`: there is no native kernel for `fp8`."""
+    host_blocks: int | None = None
+    """Blocks of the host tier, where KV goes that leaves the pool; 0: it is dropped instead, and
+    recomputed. None takes as many as the pool has, if a fifth of the free memory holds them."""
+    host_memory: int | None = None
+    """Bytes of the host tier, in place of `host_blocks`."""
+    host_kv_dtype: str = "auto"
+    """What KV is kept as on the host and on disk: `auto` is exact; `int8` takes about a quarter of
+    float32, rounded; on a CPU only."""
+    disk_dir: str | None = None
+    """Folder of the disk tier, below the host's; None: there is none."""
+    disk_bytes: int | None = None
+    """Most bytes of files there; None is 4 GiB."""
     graphs: bool | None = None
     """Whether steps of decoding run as CUDA graphs; None: on a GPU."""
     fuse_weights: bool | None = None
@@ -283,6 +305,7 @@ class EngineConfig:
             not self.compile or self.weights in ("auto", "fp32"),
             f"compile compiles torch's operations alone; leave out weights {self.weights}.",
         )
+        self._check_tiers()
         if not self.is_on_gpu:
             self._refuse_on_cpu()
 
@@ -290,6 +313,40 @@ class EngineConfig:
     def is_on_gpu(self) -> bool:
         """Whether the device is a CUDA one."""
         return self.device.partition(":")[0] == "cuda"
+
+    def _check_tiers(self) -> None:
+        """Refuses tiers below the pool that cannot be.
+
+        Raises:
+            InvalidRequest: Names the option and why.
+        """
+        _require(
+            self.host_blocks is None or self.host_blocks >= 0, "host_blocks must not be negative."
+        )
+        for name in ("host_memory", "disk_bytes"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be at least 1, got {value}.")
+        _require(
+            self.host_blocks is None or self.host_memory is None,
+            "host_blocks and host_memory both size the host tier; set one of them.",
+        )
+        _require(
+            self.host_kv_dtype in HOST_KV_DTYPE_NAMES,
+            f"host_kv_dtype must be {', '.join(HOST_KV_DTYPE_NAMES)}; got {self.host_kv_dtype!r}.",
+        )
+        _require(
+            self.host_kv_dtype == "auto" or not self.is_on_gpu,
+            "host_kv_dtype is for the device cpu: a GPU's blocks are kept as they are; use "
+            "kv_dtype.",
+        )
+        _require(
+            self.disk_bytes is None or self.disk_dir is not None,
+            "disk_bytes bounds a disk tier; set disk_dir as well.",
+        )
+        _require(
+            self.disk_dir is None or self.host_blocks != 0,
+            "A disk tier needs a host tier above it: host_blocks must not be 0.",
+        )
 
     def _refuse_on_cpu(self) -> None:
         """Refuses what only a GPU can do.

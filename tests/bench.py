@@ -28,6 +28,7 @@ from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 
 TENANT = "tenant"
+PARK = LeaseTerms(LeaseMode.PARK)
 PINNED = LeaseTerms(LeaseMode.PIN)
 RETAINED = LeaseTerms()
 
@@ -48,6 +49,8 @@ class Bench:
         num_blocks: int = 256,
         block_size: int = 16,
         *,
+        host_blocks: int = 0,
+        disk_blocks: int = 0,
         chunk: int = 256,
         budget: int = 512,
         watermark: int = 0,
@@ -70,6 +73,8 @@ class Bench:
             self.runner,
             num_blocks=num_blocks,
             block_size=block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
             max_length=max_length,
             scheduler=SchedulerConfig(
                 token_budget=budget,
@@ -139,6 +144,12 @@ class Bench:
         self.audit()
         return released
 
+    def park(self, context_id: str) -> ContextView:
+        """Parks a context and lets its KV leave."""
+        self.engine.update_lease(TENANT, context_id, PARK)
+        self.step()
+        return self.view(context_id)
+
     # -- the loop ----------------------------------------------------------------------------
 
     def step(self) -> Sequence[Operation]:
@@ -194,6 +205,8 @@ class Bench:
         self.engine.flush_cache()
         self.audit()
         assert self.pool_view.free == self.pool_view.total, "blocks leaked"
+        for tier in (self.pool_view.host, self.pool_view.disk):
+            assert tier.free == tier.total, "blocks of a lower tier leaked"
         assert not list(self.tree), "segments leaked"
         assert len(self.tree.heads) == 0, "logits leaked"
 
@@ -260,9 +273,13 @@ class Bench:
                 block_id = segment.blocks[position // size - segment.start // size]
                 kv = self.runner.slots[block_id * size + position % size]
                 assert kv == Kv(token, position, folded), f"{segment}: {kv} at {position}"
-            digests[segment] = digest(
-                segment.tokens[segment.num_computed - segment.start :], folded
-            )
+            for position in range(segment.num_computed, segment.num_kept):
+                token = segment.tokens[position - segment.start]
+                folded = digest_one(token, folded)
+                place = segment.away[position // size - segment.num_computed // size]
+                kv = self.runner.places[place][position % size]
+                assert kv == Kv(token, position, folded), f"{segment}: {kv} at {position}, away"
+            digests[segment] = digest(segment.tokens[segment.num_kept - segment.start :], folded)
         self.runner.poison([b for b in range(view.total) if self.pool.count(b) == 0])
 
 

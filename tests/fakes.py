@@ -34,6 +34,7 @@ from agentkv.core.batch import (
     StepResult,
     Stream,
 )
+from agentkv.core.block_move import BlockMove, Place, Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
@@ -125,6 +126,16 @@ class FakeModelRunner:
         """Called before anything is computed; may raise, as a failing device would."""
         self.after_writes: Callable[[Batch], None] = lambda batch: None
         """Called once KV is written; may raise, as a device that fails half-way would."""
+        self.places: dict[Place, tuple[Kv | None, ...]] = {}
+        """Content of blocks of the lower tiers."""
+        self.moves: list[BlockMove] = []
+        """Every move it was given, failed ones included."""
+        self.loses: Callable[[BlockMove], bool] = lambda move: False
+        """Tells the moves that fail, as a bad checksum would make them."""
+        self.fetching: list[Place] = []
+        """Disk blocks being read ahead."""
+        self.reads_at_once: Callable[[Place], bool] = lambda place: True
+        """Tells whose reading ends by the next step, rather than once somebody waits for it."""
 
     def run(self, batch: Batch) -> StepResult:
         """Copies, writes, reads and answers, in that order."""
@@ -149,6 +160,38 @@ class FakeModelRunner:
             tuple(Head(digests[row]) for row in batch.heads),
             tuple(_logprob(folded(s.row, s.head), s.token) for s in batch.scores),
         )
+
+    def move(self, moves: Sequence[BlockMove]) -> Sequence[BlockMove]:
+        """Carries KV between tiers, in order; what fails is torn."""
+        failed, torn = [], set[Place]()
+        for move in moves:
+            self.moves.append(move)
+            src, dst = move
+            content = self.block(src.block_id) if src.tier is Tier.DEVICE else self.places[src]
+            torn.discard(dst)
+            if self.loses(move) or src in torn:
+                failed.append(move)
+                torn.add(dst)
+                content = (None,) * self.block_size
+            if dst.tier is Tier.DEVICE:
+                first = dst.block_id * self.block_size
+                self.slots[first : first + self.block_size] = content
+            else:
+                self.places[dst] = content
+        return failed
+
+    def fetch(self, places: Sequence[Place]) -> None:
+        """Notes what is to be read ahead."""
+        self.fetching += places
+
+    def fetched(self, wait: float) -> Sequence[Place]:
+        """Ends reading what the hook lets through; a real disk would be waited for."""
+        done = [place for place in self.fetching if wait or self.reads_at_once(place)]
+        self.fetching = [place for place in self.fetching if place not in done]
+        return done
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def block(self, block_id: int) -> tuple[Kv | None, ...]:
         """The content of a block."""
@@ -268,6 +311,8 @@ def make_engine(
     *,
     num_blocks: int = 256,
     block_size: int = 16,
+    host_blocks: int = 0,
+    disk_blocks: int = 0,
     max_length: int = 4096,
     scheduler: SchedulerConfig | None = None,
     limits: LimitsConfig | None = None,
@@ -286,6 +331,8 @@ def make_engine(
         runner: The fake to use; one of the pool's size is made if None.
         num_blocks: Blocks of the pool.
         block_size: Token positions per block.
+        host_blocks: Blocks of the host tier.
+        disk_blocks: Blocks of the disk tier.
         max_length: Longest context of the model.
         scheduler: Step sizes; the defaults if None.
         limits: Tenant limits; the defaults if None.
@@ -314,7 +361,12 @@ def make_engine(
         runner,
         facts,
         tokenizer or make_tokenizer(pieces),
-        pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
+        pool=PoolConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+        ),
         scheduler=scheduler or SchedulerConfig(),
         limits=limits or LimitsConfig(),
         leases=leases or LeaseConfig(pin_quota=1.0),
@@ -324,6 +376,7 @@ def make_engine(
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: next(seeds),
         clock=clock,
+        mover=runner,
         timer=timer,
     )
     runner.pool = engine._tree.pool

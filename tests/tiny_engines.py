@@ -27,7 +27,10 @@ from agentkv.core.context_tree import ContextTree
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import Tokenizer
+from agentkv.model.block_mover import BlockMover
+from agentkv.model.disk_store import DiskStore
 from agentkv.model.graph_sizes import Levels, levels
+from agentkv.model.host_store import CompactStore
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.loader import LoadedModel
 from agentkv.model.model_runner import ModelRunner
@@ -48,6 +51,10 @@ class TinyEngine:
         *,
         num_blocks: int = 64,
         block_size: int = 4,
+        host_blocks: int = 0,
+        rounds: bool = False,
+        disk: DiskStore | None = None,
+        disk_blocks: int = 0,
         scheduler: SchedulerConfig | None = None,
         max_length: int = MAX_LENGTH,
         implementation: Implementation | None = None,
@@ -61,6 +68,10 @@ class TinyEngine:
             model: Switched to AgentKV's attention, and left so.
             num_blocks: Blocks of the pool, all of them NaN.
             block_size: Token positions per block.
+            host_blocks: Blocks of the host tier.
+            rounds: Whether those are 8-bit.
+            disk: Files below the host tier, closed by the caller.
+            disk_blocks: How many of them.
             scheduler: Step sizes; the defaults if None.
             max_length: Longest context.
             implementation: Of the kernels; None takes the one for the device.
@@ -74,6 +85,7 @@ class TinyEngine:
         self.runner = ModelRunner(model, self.kv, Sampler(), implementation=implementation)
         if max_graph_rows is not None:
             self.runner.capture_graphs(max_graph_rows, lambda _: None, make_levels=make_levels)
+        self.host = CompactStore(self.kv, host_blocks, rounds=rounds)
         numbers, seeds = itertools.count(), itertools.count(1)
         self.engine = Engine(
             self.runner,
@@ -88,7 +100,12 @@ class TinyEngine:
                 has_chat_template=True,
             ),
             Tokenizer(build_tiny_tokenizer()),
-            pool=PoolConfig(num_blocks=num_blocks, block_size=block_size),
+            pool=PoolConfig(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                host_blocks=host_blocks,
+                disk_blocks=disk_blocks,
+            ),
             scheduler=scheduler or SchedulerConfig(),
             limits=LimitsConfig(),
             leases=LeaseConfig(),
@@ -96,6 +113,8 @@ class TinyEngine:
             end_token_ids=frozenset(end_token_ids),
             new_id=lambda: f"c{next(numbers)}",
             new_seed=lambda: next(seeds),
+            mover=BlockMover(self.host, disk),
+            timer=lambda: 0.0,
         )
         self._tree: ContextTree = self.engine._tree
 

@@ -32,6 +32,10 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
             f"{pool.level}, {pool.reclaimable_blocks:,} blocks reclaimable, "
             f"{pool.pinned_blocks:,} pinned"
         ),
+        "Parked": (
+            f"{pool.host_live_blocks:,} of {pool.host_total_blocks:,} blocks in host memory, "
+            f"{pool.disk_live_blocks:,} of {pool.disk_total_blocks:,} on disk"
+        ),
         "Since start": (
             f"{counters.computed_tokens:,} tokens computed, {counters.num_forks:,} forks, "
             f"{counters.num_block_copies:,} block copies, {counters.num_preemptions:,} preemptions"

@@ -6,6 +6,8 @@ in one place each; everything heavy is imported only when the command runs.
 
 import asyncio
 import logging
+import os
+import resource
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +32,9 @@ from agentkv.errors import InvalidRequest
 if TYPE_CHECKING:
     from agentkv.engine.outputs import EngineView
     from agentkv.server.served_engine import ServedEngine
+
+SPIN_COUNT = "1000"
+"""Rounds for which a thread of OpenMP spins before it sleeps: some microseconds."""
 
 
 class LogLevel(StrEnum):
@@ -102,6 +107,35 @@ def serve(
             "tokens of 16 bits for some precision."
         ),
     ] = "auto",
+    host_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks in host memory for KV that leaves the pool; 0 recomputes it instead. By "
+            "default as many as the pool has, if a fifth of the free memory holds them."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes, metavar="SIZE", help="The same as a size, in place of --host-blocks."
+        ),
+    ] = None,
+    host_kv_dtype: Annotated[
+        str,
+        typer.Option(
+            help="What KV is kept as on the host and on disk: auto, which is exact, or on a CPU "
+            "int8, a quarter of float32, rounded."
+        ),
+    ] = "auto",
+    disk_dir: Annotated[
+        str | None, typer.Option(help="Folder for KV that leaves the host. By default none.")
+    ] = None,
+    disk_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes, metavar="SIZE", help="Most bytes in --disk-dir. By default 4GiB."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     weights: Annotated[
         str,
@@ -201,6 +235,11 @@ def serve(
         kv_memory=kv_memory,
         memory_utilization=memory_utilization,
         kv_dtype=kv_dtype,
+        host_blocks=host_blocks,
+        host_memory=host_memory,
+        host_kv_dtype=host_kv_dtype,
+        disk_dir=disk_dir,
+        disk_bytes=disk_bytes,
         graphs=graphs,
         fuse_weights=fuse_weights,
         compile=compile_,
@@ -217,9 +256,21 @@ def serve(
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
     )
+    wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:
         served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
+
+
+def wait_briefly() -> None:
+    """Lets torch's threads spin for a few microseconds while they wait, then sleep.
+
+    Their OpenMP reads it once, when torch is imported. By default they spin for milliseconds, and
+    stall a step whenever anything else needs their core, as the server's own loop does. What the
+    environment says of it stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def read_quotas(path: Path) -> QuotasConfig:
@@ -280,5 +331,27 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
             f"{pool.total * pool.block_size:,} distinct tokens of KV, in contexts of at most "
             f"{model.max_length:,}"
         ),
+        "Parked": _describe_tiers(view),
+        "Memory": f"{format_bytes(resident_bytes())} resident",
         "Address": address,
     }
+
+
+def _describe_tiers(view: "EngineView") -> str:
+    """Says where KV goes that leaves the pool."""
+    size, host, disk = view.model.host_bytes_per_block, view.pool.host, view.pool.disk
+    if not host.total:
+        return "nowhere: KV that gives way is recomputed"
+    text = f"{host.total:,} blocks in host memory, {format_bytes(host.total * size)}"
+    if disk.total:
+        text += f", then {disk.total:,} on disk, {format_bytes(disk.total * size)}"
+    return text
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now; where only a peak is known, that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    return pages * resource.getpagesize()

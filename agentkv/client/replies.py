@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 RESIDENCIES: Final = MappingProxyType(
     {
         pb.RESIDENCY_DEVICE: Residency.DEVICE,
+        pb.RESIDENCY_HOST: Residency.HOST,
+        pb.RESIDENCY_DISK: Residency.DISK,
         pb.RESIDENCY_PARTIAL: Residency.PARTIAL,
         pb.RESIDENCY_NONE: Residency.NONE,
     }
@@ -114,6 +116,8 @@ def context(message: pb.Context) -> ContextInfo:
         num_computed_tokens=message.num_computed_tokens,
         private_blocks=message.private_blocks,
         shared_blocks=message.shared_blocks,
+        host_blocks=message.host_blocks,
+        disk_blocks=message.disk_blocks,
         residency=RESIDENCIES.get(message.residency, Residency.UNKNOWN),
         pinned=message.pinned,
         has_head_logits=message.has_head_logits,

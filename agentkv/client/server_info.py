@@ -73,6 +73,12 @@ class CountersInfo:
     """Blocks copied on write since start."""
     num_preemptions: int
     """Requests that gave way to others since start."""
+    num_moved_out: int = 0
+    """Blocks whose KV left the device for the host since start."""
+    num_brought_back: int = 0
+    """Blocks whose KV came back to the device since start."""
+    num_lost: int = 0
+    """Blocks whose KV could not be read back and was recomputed since start."""
 
 
 @dataclass(frozen=True, slots=True)

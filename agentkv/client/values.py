@@ -16,6 +16,10 @@ class Residency(StrEnum):
     """A newer server names a place this client does not know."""
     DEVICE = "device"
     """Every computed token has its KV on the device."""
+    HOST = "host"
+    """All KV is kept, some of it in host memory; the next use brings it back."""
+    DISK = "disk"
+    """All KV is kept, some of it on disk; the next use brings it back."""
     PARTIAL = "partial"
     """Some KV gave way; the rest is recomputed at the next use."""
     NONE = "none"
@@ -125,6 +129,15 @@ class PoolInfo:
     reclaimable_blocks: int
     """Blocks that give way to a request: cached ones, and those of idle contexts without a pin."""
     level: PressureLevel
+    host_total_blocks: int = 0
+    """Blocks of the host tier, where KV goes that leaves the device; 0 without one."""
+    host_free_blocks: int = 0
+    host_live_blocks: int = 0
+    """With KV of contexts: parked, or gave way."""
+    disk_total_blocks: int = 0
+    """Blocks of disk, below the host; 0 without one."""
+    disk_free_blocks: int = 0
+    disk_live_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +156,15 @@ class ContextInfo:
     length: int
     """Committed tokens."""
     num_computed_tokens: int
-    """Committed tokens whose KV exists, in [0, length]."""
+    """Committed tokens whose KV is on the device, in [0, length]."""
     private_blocks: int
     """Blocks that releasing this context would free."""
     shared_blocks: int
     """Blocks of this context that other contexts hold too."""
+    host_blocks: int
+    """Blocks of this context whose KV is in the server's host memory."""
+    disk_blocks: int
+    """Blocks of this context whose KV is on the server's disk."""
     residency: Residency
     pinned: bool
     """Whether its KV stays on the device whatever the pressure."""

@@ -1,9 +1,9 @@
 """What a request can need, what there is, and who gives way.
 
-Under pressure, in this order: prefix cache goes; idle contexts give up KV (droppable and expired
-ones first, then parked ones, then the rest, each least recently used first) and recompute it at
-their next use; the youngest running request waits (`StepPlanner`);
-the request is refused with numbers. What is pinned never gives way.
+Under pressure, in this order: prefix cache goes; idle contexts leave the device (droppable and
+expired ones first, then parked ones, then the rest, each least recently used first); the youngest
+running request waits (`StepPlanner`); the request is refused with numbers. What is pinned never
+gives way. What leaves goes to the host, or is recomputed at its next use: `eviction`.
 """
 
 import math
@@ -11,6 +11,7 @@ import math
 from agentkv.core.block_writes import forgo_copy, plan_writes, settle
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
+from agentkv.core.eviction import evict
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
@@ -99,11 +100,11 @@ class Admission:
             self._store.give_way(context)
         if not self.is_within_quota(request, num_blocks):
             return False
-        if self._tree.evict(num_blocks):
+        if evict(self._tree, num_blocks):
             return True
         for context in self._idle(None):
             self._store.give_way(context)
-            if self._tree.evict(num_blocks):
+            if evict(self._tree, num_blocks):
                 return True
         return False
 
@@ -126,7 +127,8 @@ class Admission:
     def _num_needed(self, request: Request) -> int:
         tail = request.context.tail
         settle(self._tree, tail)
-        return plan_writes(self._tree, tail, request.target).num_blocks
+        upto = max(request.target, self._tree.num_kept(tail))
+        return plan_writes(self._tree, tail, upto).num_blocks
 
     def _room(self, request: Request, hold: Hold) -> int:
         """Blocks that a request may count on; the watermark is for those who run."""

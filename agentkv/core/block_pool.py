@@ -18,7 +18,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 1
+        assert num_blocks >= 0
         self.num_blocks = num_blocks
         self._counts = [0] * num_blocks
         # A heap: the lowest ids go first, so a long allocation gets consecutive ones, which a

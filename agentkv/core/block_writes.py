@@ -45,12 +45,16 @@ def settle(tree: ContextTree, tail: Segment) -> None:
     computed = tree.num_computed(tail)
     node = tail
     while node.parent is not None and not node.is_computed:
-        _make_last_holder(tree, node)
+        if not node.away:
+            _make_last_holder(tree, node)
         boundary = node.start - node.start % tree.block_size
-        if computed <= boundary < node.start:
-            # The block above has nothing to copy yet: this branch computes those few tokens in a
-            # block of its own rather than wait until another one can be copied.
-            tree.rehang(node, boundary)
+        if boundary < node.start and not node.blocks:
+            if node.away:  # its first block away holds the few tokens above as well
+                tree.rehang(node, boundary)
+            elif not _share_away(tree, node, boundary) and computed <= boundary:
+                # The block above has nothing to copy yet: this branch computes those few tokens in
+                # a block of its own rather than wait until another one can be copied.
+                tree.rehang(node, boundary)
         node = node.parent
 
 
@@ -108,16 +112,18 @@ def apply_writes(tree: ContextTree, planned: BlockWrites) -> list[BlockCopy]:
         block_ids = tree.pool.allocate(write.num_blocks)
         if write.is_copy:
             copies.append(_copy_block(tree, write.segment, block_ids))
-            tree.pool.guard(copies[-1].src_block_id)
         else:
             tree.residency.grow(write.segment, block_ids)
     return copies
 
 
 def commit_writes(tree: ContextTree, tail: Segment, upto: int) -> None:
-    """Records that a step wrote KV up to a position of a path: from now on it can be matched."""
+    """Records that a step wrote KV up to a position of a path: from now on it can be matched.
+
+    Rows that ran again for their log-probabilities may end below what has KV already.
+    """
     for segment in tree.path(tail):
-        if segment.start < upto and not segment.is_computed:
+        if segment.num_computed < min(segment.end, upto):
             tree.residency.set_computed(segment, min(segment.end, upto))
             prefix_match.index(segment, tree.block_size)
 
@@ -167,11 +173,30 @@ def _make_last_holder(tree: ContextTree, segment: Segment) -> None:
             tree.discard(other)
 
 
+def _share_away(tree: ContextTree, segment: Segment, boundary: int) -> bool:
+    """Lets a segment count on the block away that holds the tokens just above it, if one does.
+
+    Brought back for this segment alone, the block is its copy.
+    """
+    lister = segment.parent
+    while lister is not None and lister.num_kept == lister.start and not lister.is_root:
+        lister = lister.parent
+    if lister is None or not lister.away or lister.kept_end <= boundary:
+        return False
+    place, kept_end = lister.away[-1], lister.kept_end
+    tree.lower.acquire(place)
+    tree.rehang(segment, boundary)
+    tree.lower.set_away(segment, [place], kept_end)
+    prefix_match.index(segment, tree.block_size)
+    return True
+
+
 def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> BlockCopy:
     """Moves a segment from a shared, partly filled block to a copy of it."""
     computed = tree.num_computed(segment)
     boundary = computed - computed % tree.block_size
     source = _source(segment).blocks[-1]
+    tree.pool.guard(source)  # before anything below can give it back
     tree.strip(segment, segment.start)
     tree.rehang(segment, boundary)
     tree.residency.grow(segment, block_ids)

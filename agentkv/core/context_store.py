@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from agentkv.config import LimitsConfig, QuotasConfig
 from agentkv.core.bill import Bill
+from agentkv.core.block_move import LOWER_TIERS, Tier
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.lease import Lease
@@ -288,7 +289,9 @@ class ContextStore:
         """Describes a context at its committed length."""
         tree = self.tree
         num_computed = min(tree.num_computed(context.tail), context.length)
+        num_kept = min(tree.num_kept(context.tail), context.length)
         private, shared, reclaimable = self._num_blocks(context)
+        num_away = self._num_away(context)
         parent_id = None if context.parent is None else context.parent.id
         return ContextView(
             id=context.id,
@@ -301,7 +304,9 @@ class ContextStore:
             private_blocks=private,
             shared_blocks=shared,
             reclaimable_blocks=reclaimable,
-            residency=_residency(num_computed, context.length),
+            host_blocks=num_away[Tier.HOST],
+            disk_blocks=num_away[Tier.DISK],
+            residency=_residency(context.length, num_computed, num_kept, num_away),
             lease=context.lease,
             expire_time=context.expire_time,
             has_head_logits=context.request is None and context.tail in tree.heads,
@@ -435,6 +440,11 @@ class ContextStore:
         quotas = self.quotas.view(tenant, held)
         return UsageView(bill, num_contexts, self.ledger.tiers(), quotas)
 
+    def _num_away(self, context: Context) -> dict[Tier, int]:
+        """Counts the blocks of its path in each lower tier; one that a fork cut counts once."""
+        places = {place for node in self.tree.path(context.tail) for place in node.away}
+        return {tier: sum(place.tier is tier for place in places) for tier in LOWER_TIERS}
+
     def _admit(self, tenant: str, count: int) -> None:
         self.quotas.require_contexts(tenant, self._num_per_tenant.get(tenant, 0), count)
 
@@ -467,8 +477,12 @@ def _check_position(position: int, length: int) -> None:
         )
 
 
-def _residency(num_computed: int, length: int) -> Residency:
+def _residency(
+    length: int, num_computed: int, num_kept: int, num_away: Mapping[Tier, int]
+) -> Residency:
     """Names where the KV is; the last token of a context that generated has none yet."""
     if num_computed >= length - 1:
         return Residency.DEVICE
-    return Residency.PARTIAL if num_computed else Residency.NONE
+    if num_kept >= length - 1:
+        return Residency.DISK if num_away[Tier.DISK] else Residency.HOST
+    return Residency.PARTIAL if num_kept else Residency.NONE

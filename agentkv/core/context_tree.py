@@ -1,8 +1,9 @@
 """The tree of segments behind all contexts: where paths part, and who keeps what.
 
 It owns the shape: fork, append, truncate, release, and what remains as prefix cache. How blocks
-come to segments is `block_writes`; how firmly they are kept is `residency`. It knows no context,
-no request and no tensor: a context is a tail segment here, held at a level.
+come to segments is `block_writes`; how firmly they are kept is `residency`; where KV goes that
+leaves the device is `eviction`. It knows no context, no request and no tensor: a context is a tail
+segment here, held at a level.
 
     root(tenant)
       └─ S0  tokens 0..7   blocks [7, 3]
@@ -12,14 +13,17 @@ no request and no tensor: a context is a tail segment here, held at a level.
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import count, pairwise
+from itertools import count
 
 from agentkv.core import prefix_match
+from agentkv.core.block_move import Place
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.head_logits import KEPT_HEADS, HeadLogits
+from agentkv.core.lower_tiers import LowerTiers
 from agentkv.core.occupancy import Readings
 from agentkv.core.residency import Residency
 from agentkv.core.segment import Hold, Segment
+from agentkv.core.tree_audit import check_tree
 
 
 class ContextTree:
@@ -35,11 +39,17 @@ class ContextTree:
     """
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, head_capacity: int = KEPT_HEADS
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        head_capacity: int = KEPT_HEADS,
+        lower: LowerTiers | None = None,
     ) -> None:
         self.block_size = block_size
         self.pool = pool
-        self.residency = Residency(pool, block_size)
+        self.lower = lower or LowerTiers(block_size)
+        self.residency = Residency(pool, self.lower, block_size)
         self.heads = HeadLogits(head_capacity)
         self._roots: dict[Hashable, Segment] = {}
         self._ids = count(1)
@@ -57,7 +67,7 @@ class ContextTree:
         """Starts a path with these tokens on the longest cached prefix.
 
         Returns:
-            The tail, and how many tokens have KV already: whole blocks.
+            The tail, and how many tokens have KV already, in some tier: whole blocks.
         """
         root = self.root(key)
         match = prefix_match.longest_match(root, tokens, self.block_size)
@@ -127,7 +137,7 @@ class ContextTree:
                 occupancy.let_go(tail)
         tail.num_contexts -= 1
         self.residency.unhold(tail, Hold.TOKENS, hold)
-        self._retire(tail)
+        self.retire(tail)
 
     def rehold(self, tail: Segment, old: Hold, new: Hold) -> None:
         """Changes how firmly one context's path is kept."""
@@ -145,29 +155,6 @@ class ContextTree:
         """Makes this path the most recently used; returns the logical time."""
         tail.last_used = next(self._ticks)
         return tail.last_used
-
-    def evict(self, num_free: int) -> bool:
-        """Frees KV that nobody holds, least recently used leaf first, until so much is free."""
-        while self.pool.num_free < num_free:
-            leaf = self.residency.pop_leaf()
-            if leaf is None:
-                return False
-            self.shed(leaf, num_free - self.pool.num_free)
-        return True
-
-    def shed(self, leaf: Segment, num_blocks: int) -> None:
-        """Drops the KV of up to `num_blocks` blocks at the end of a leaf, tokens too if unheld."""
-        kept = max(0, len(leaf.blocks) - num_blocks)
-        boundary = (leaf.start // self.block_size + kept) * self.block_size
-        self.strip(leaf, max(leaf.start, boundary))
-        if not leaf.holds[Hold.TOKENS]:
-            self._retire(leaf)
-        elif leaf.blocks:
-            self.residency.offer(leaf)
-
-    def flush(self) -> None:
-        """Evicts everything that no context holds."""
-        self.evict(self.pool.num_blocks - self.residency.held[Hold.KV])
 
     # -- paths -------------------------------------------------------------------------------
 
@@ -206,11 +193,22 @@ class ContextTree:
         return tokens[-count:]
 
     def num_computed(self, tail: Segment) -> int:
-        """Counts the leading tokens of a path that have KV."""
+        """Counts the leading tokens of a path that have KV on the device."""
         node, computed = tail, tail.end
         while node.parent is not None and not node.is_computed:
             computed, node = node.num_computed, node.parent
         return computed
+
+    def is_part(self, segment: Segment) -> bool:
+        """Whether a segment is still in the tree, rather than evicted or joined with its child."""
+        return segment.parent is not None and segment in segment.parent.children
+
+    def num_kept(self, tail: Segment) -> int:
+        """Counts the leading tokens of a path that have KV in some tier."""
+        node, kept = tail, tail.end
+        while node.parent is not None and node.num_kept < node.end:
+            kept, node = node.num_kept, node.parent
+        return kept
 
     def num_blocks_at(self, key: Hashable, level: Hold) -> int:
         """Counts the blocks that paths held at a level take below one root, once all is computed.
@@ -228,9 +226,10 @@ class ContextTree:
         """Walks all segments but the roots, parents before children."""
         for root in self._roots.values():
             for child in root.children:
-                yield from self._walk(child)
+                yield from self.walk(child)
 
-    def _walk(self, segment: Segment) -> Iterator[Segment]:
+    def walk(self, segment: Segment) -> Iterator[Segment]:
+        """Walks a segment and all below it, parents before children."""
         nodes = [segment]
         while nodes:
             node = nodes.pop()
@@ -250,6 +249,8 @@ class ContextTree:
         parent = segment.parent
         assert parent is not None
         prefix_match.unindex(segment)
+        first_away, kept_end = segment.num_computed // size, segment.num_kept
+        away = self.lower.take_off(segment)
         upper = Segment(next(self._ids), segment.start, segment.tokens, parent)
         segment.tokens = upper.tokens[position - segment.start :]
         del upper.tokens[position - segment.start :]
@@ -271,6 +272,14 @@ class ContextTree:
         segment.parent = upper
         del parent.children[segment]
         parent.children[upper] = None
+        if away:
+            num_above = max(0, -(-min(position, kept_end) // size) - first_away)
+            above_away, below_away = away[:num_above], away[num_above:]
+            if position % size and kept_end > position and above_away:
+                self.lower.acquire(above_away[-1])
+                below_away.insert(0, above_away[-1])
+            self.lower.set_away(upper, above_away, min(kept_end, position))
+            self.lower.set_away(segment, below_away, kept_end)
         for occupancy in self.residency.occupancies:
             occupancy.split(upper, segment)
         for part in (upper, segment):
@@ -287,6 +296,7 @@ class ContextTree:
         assert parent is not None
         for part in (child, segment):
             prefix_match.unindex(part)
+        away, kept_end = self._join_away(segment, child)
         blocks = segment.blocks
         if child.blocks:
             is_cut = child.start % self.block_size != 0
@@ -306,8 +316,25 @@ class ContextTree:
         for occupancy in self.residency.occupancies:
             occupancy.join(segment, child)
         self.heads.drop(segment)
+        if away:
+            self.lower.set_away(child, away, kept_end)
         prefix_match.index(child, self.block_size)
         self.residency.offer(child)
+
+    def _join_away(self, segment: Segment, child: Segment) -> tuple[list[Place], int]:
+        """Takes both parts' away blocks off, for the one segment that they become."""
+        is_cut = child.start % self.block_size != 0
+        kept_end = child.num_kept if child.away else segment.num_kept
+        below = self.lower.take_off(child)
+        if below and is_cut and segment.is_computed and not child.blocks:
+            # The child's first block away holds these few tokens too, and a block is in one tier.
+            boundary = segment.end - segment.end % self.block_size
+            self.strip(segment, max(segment.start, boundary))
+        above = self.lower.take_off(segment)
+        if above and below and is_cut:
+            self.lower.release(above[-1:])
+            del above[-1]
+        return above + below, kept_end
 
     def rehang(self, segment: Segment, position: int) -> None:
         """Hangs a segment at a block boundary above its start; its tokens then begin there.
@@ -316,7 +343,10 @@ class ContextTree:
         its old start, which its siblings keep.
         """
         assert position % self.block_size == 0 and position < segment.start
-        assert not segment.blocks and segment.index_key is None
+        assert not segment.blocks
+        assert not segment.away or segment.start - position < self.block_size
+        prefix_match.unindex(segment)
+        kept_end, away = segment.num_kept, self.lower.take_off(segment)
         old = segment.parent
         assert old is not None
         above, between = old, array("I")
@@ -339,17 +369,20 @@ class ContextTree:
         segment.parent = above
         segment.tokens = between + segment.tokens
         segment.start = segment.num_computed = position
+        if away:
+            self.lower.set_away(segment, away, kept_end)
+            prefix_match.index(segment, self.block_size)
         for level in Hold:
             if segment.holds[level]:
                 self.residency.unhold(old, level, level)
         self.join(old)
 
     def strip(self, segment: Segment, num_computed: int) -> None:
-        """Gives back KV from `num_computed`, and so all blocks behind it, to the pool."""
+        """Gives back KV on the device from `num_computed`, and so all blocks behind it."""
         assert not segment.num_kv_children
         num_computed = min(num_computed, segment.num_computed)
         boundary = segment.start - segment.start % self.block_size + self.block_size
-        if num_computed < boundary:
+        if (segment.kept_end if segment.away else num_computed) < boundary:
             prefix_match.unindex(segment)
         first = segment.start // self.block_size
         is_empty = num_computed == segment.start
@@ -366,21 +399,26 @@ class ContextTree:
         """Evicts a whole subtree that nobody holds."""
         parent = segment.parent
         assert parent is not None and not segment.holds[Hold.TOKENS]
-        for node in reversed(list(self._walk(segment))):
+        for node in reversed(list(self.walk(segment))):
+            self.lower.release(self.lower.take_off(node))
             self.strip(node, node.start)
             self._remove(node)
         self.join(parent)
 
-    def _retire(self, tail: Segment) -> None:
+    def retire(self, tail: Segment) -> None:
         """Keeps of an unheld path what can be matched later, whole blocks with KV."""
         node = tail
         while not node.is_root and not node.holds[Hold.TOKENS] and not node.children:
             parent = node.parent
             assert parent is not None
-            whole = node.num_computed - node.num_computed % self.block_size
-            self.strip(node, max(node.start, whole))
-            if node.blocks:
-                del node.tokens[node.num_computed - node.start :]
+            whole = node.num_kept - node.num_kept % self.block_size
+            if node.away and node.kept_end > whole:
+                self.lower.release(node.away[-1:])
+                self.lower.set_away(node, node.away[:-1], whole)
+            elif not node.away:
+                self.strip(node, max(node.start, whole))
+            if node.blocks or node.away:
+                del node.tokens[node.num_kept - node.start :]
                 self.heads.drop(node)
                 self.residency.offer(node)
                 return
@@ -389,58 +427,17 @@ class ContextTree:
         self.join(node)
 
     def _remove(self, segment: Segment) -> None:
-        assert not segment.blocks and not segment.children and segment.index_key is None
+        assert not segment.blocks and not segment.away
+        assert not segment.children and segment.index_key is None
         assert segment.parent is not None
         del segment.parent.children[segment]
         self.heads.drop(segment)
 
-    # -- audit -------------------------------------------------------------------------------
+    @property
+    def roots(self) -> Iterable[Segment]:
+        """The empty segments that all paths begin with."""
+        return self._roots.values()
 
     def check(self) -> None:
         """Asserts every invariant; costs a walk over all segments."""
-        self.pool.check()
-        counts = [0] * self.pool.num_blocks
-        held = [0] * len(Hold)
-        used_slots = 0
-        for segment in self:
-            self._check_segment(segment)
-            used_slots += segment.num_computed - segment.start
-            for block_id in segment.blocks:
-                counts[block_id] += 1
-            for level in Hold:
-                if segment.holds[level]:
-                    held[level] += segment.num_owned(self.block_size)
-        assert counts == [self.pool.count(block_id) for block_id in range(len(counts))]
-        assert held == self.residency.held, "blocks held per level drifted"
-        for level in Hold:
-            below = sum(root.held_below[level] for root in self._roots.values())
-            assert held[level] == below, "blocks held per root drifted"
-        assert used_slots == self.residency.used_slots, "used slots drifted"
-        for occupancy in self.residency.occupancies:
-            occupancy.check(self, self.residency.held[occupancy.level])
-        for root in self._roots.values():
-            assert len(root.tokens) == 0 and not root.blocks and root.start == 0
-
-    def _check_segment(self, segment: Segment) -> None:
-        size, parent = self.block_size, segment.parent
-        assert parent is not None
-        assert segment in parent.children and segment.start == parent.end and segment.tokens
-        assert segment.start <= segment.num_computed <= segment.end
-        assert segment.num_computed == segment.start or parent.is_computed, "KV above is missing"
-        covered = -(-segment.num_computed // size) - segment.start // size
-        has_kv = segment.num_computed > segment.start
-        assert len(segment.blocks) == (covered if has_kv else 0), "blocks do not match the KV"
-        if segment.start % size and segment.blocks:
-            assert segment.blocks[0] == parent.blocks[-1], "a cut block is not shared"
-        assert segment.num_contexts or len(segment.children) != 1, "a run is in two segments"
-        assert segment.num_kv_children == sum(bool(child.blocks) for child in segment.children)
-        for level in Hold:
-            below = sum(child.holds[level] > 0 for child in segment.children)
-            assert segment.holds[level] >= below
-        below = sum(child.holds[Hold.TOKENS] > 0 for child in segment.children)
-        assert segment.holds[Hold.TOKENS] == below + segment.num_contexts
-        assert all(low >= high for low, high in pairwise(segment.holds)), "levels include"
-        if not segment.holds[Hold.TOKENS]:
-            assert segment.children or (segment.is_computed and segment.end % size == 0)
-        boundary = segment.start - segment.start % size + size
-        assert (segment.index_key is not None) == (segment.num_computed >= boundary)
+        check_tree(self)

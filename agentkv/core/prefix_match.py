@@ -1,7 +1,8 @@
 """The longest cached prefix of a token sequence, in whole blocks.
 
 Explicit forks and the automatic prefix cache are the same tree: a running context's computed
-blocks can be matched like those of a released one. Tokens are compared, never hashes alone. A
+blocks can be matched like those of a released one, and those in a lower tier like those on the
+device. Tokens are compared, never hashes alone. A
 block can be matched once the step that wrote it has finished, because only then `num_computed`
 covers it.
 """
@@ -43,7 +44,7 @@ def index(segment: Segment, block_size: int) -> None:
     if segment.index_key is not None or segment.parent is None:
         return
     boundary = segment.start - segment.start % block_size + block_size
-    if segment.num_computed >= boundary:
+    if segment.num_kept >= boundary:
         segment.index_key = segment.tokens[: boundary - segment.start].tobytes()
         segment.parent.index.setdefault(segment.index_key, {})[segment] = None
 
@@ -66,7 +67,7 @@ def _key(tokens: "array[int]", start: int, block_size: int) -> bytes:
 
 def _num_common(node: Segment, tokens: "array[int]") -> int:
     """Tokens of `node` with KV that equal the sequence's own at the same positions."""
-    low, high = 0, max(0, min(node.num_computed, len(tokens)) - node.start)
+    low, high = 0, max(0, min(node.num_kept, len(tokens)) - node.start)
     while low < high:  # invariant: the first `low` agree; beyond `high` they do not
         middle = (low + high + 1) // 2
         same = node.tokens[low:middle] == tokens[node.start + low : node.start + middle]

@@ -7,6 +7,7 @@ evicted, and does not change the shape of the tree.
 import heapq
 
 from agentkv.core.block_pool import BlockPool
+from agentkv.core.lower_tiers import LowerTiers
 from agentkv.core.occupancy import Occupancy, Tier
 from agentkv.core.segment import Hold, Segment
 
@@ -19,8 +20,9 @@ class Residency:
     be reached by evicting leaf after leaf.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, lower: LowerTiers, block_size: int) -> None:
         self.pool = pool
+        self.lower = lower
         self.block_size = block_size
         self.held = [0] * len(Hold)
         self.used_slots = 0
@@ -46,6 +48,8 @@ class Residency:
                 node.holds[level] = before + added
                 if before:
                     break
+                if level == Hold.TOKENS:
+                    self.lower.on_held(node)
                 self._count(node, level, node.num_owned(self.block_size))
                 node, added = node.parent, 1
 
@@ -59,8 +63,12 @@ class Residency:
                 if node.holds[level]:
                     break
                 self._count(node, level, -node.num_owned(self.block_size))
+                if level == Hold.TOKENS:
+                    self.lower.on_let_go(node)
                 if level == Hold.KV:
                     self.offer(node)
+                if level in (Hold.TOKENS, Hold.FIRM):
+                    self.lower.offer(node)
                 node = node.parent
 
     def grow(self, segment: Segment, block_ids: list[int]) -> None:

@@ -4,16 +4,22 @@
 cannot fail; `roll_back()` undoes a step that did. It knows no model and no text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch import Batch, Sampled, StepResult
 from agentkv.core.batch_builder import Work, build_batch
+from agentkv.core.block_move import BlockMove, MoveCosts, Place, Tier
 from agentkv.core.block_writes import commit_writes, roll_back_writes
+from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
+from agentkv.core.eviction import forget, move_out
+from agentkv.core.lease import LeaseMode
 from agentkv.core.request import Event, FinishReason, Request
 from agentkv.core.request_queues import RequestQueues
+from agentkv.core.segment import Hold
 from agentkv.core.step_planner import StepPlanner
 from agentkv.errors import InternalError, PoolExhausted, Reason
 
@@ -25,6 +31,10 @@ class Step:
     batch: Batch
     works: tuple[Work, ...]
     refused: tuple[Event, ...]
+    moves: tuple[BlockMove, ...] = ()
+    """Done in order, before the batch's copies and writes."""
+    fetches: tuple[Place, ...] = ()
+    """Disk blocks to be read ahead; nobody waits for that in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,12 @@ class SchedulerStatistics:
     computed_tokens: int
     num_block_copies: int
     num_preemptions: int
+    num_moved_out: int
+    """Blocks that left the device for the host."""
+    num_brought_back: int
+    """Blocks that came back to the device from a lower tier."""
+    num_lost: int
+    """Blocks that were to come back and could not be read; their KV is recomputed."""
 
 
 class Scheduler:
@@ -48,17 +64,26 @@ class Scheduler:
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
+        self._store = store
+        self._parking: dict[Context, None] = {}
         self._num_steps = self._computed = self._num_copies = 0
+        self._num_out = self._num_back = self._num_lost = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.queues.running or self.queues.waiting)
+        return bool(self.queues.running or self.queues.waiting or self._parking)
 
     def statistics(self) -> SchedulerStatistics:
         """Counts since start."""
         return SchedulerStatistics(
-            self._num_steps, self._computed, self._num_copies, self.queues.num_preemptions
+            self._num_steps,
+            self._computed,
+            self._num_copies,
+            self.queues.num_preemptions,
+            self._num_out,
+            self._num_back,
+            self._num_lost,
         )
 
     def submit(self, request: Request) -> None:
@@ -80,20 +105,62 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Ends a request early: its context stays at its last committed token."""
         self.queues.finish(request)
+        self.park_if_leased(request.context)
+
+    def park_if_leased(self, context: Context) -> None:
+        """Lets the KV of an idle context with a PARK lease leave the device at the next step.
+
+        Answers at once. What other contexts keep stays, and so does what the host has no room for
+        or what is computed again sooner than carried. Any use of the context brings it back.
+        """
+        is_parked = context.lease.mode is LeaseMode.PARK and context.request is None
+        if is_parked and not context.is_released and self._tree.lower.takes_blocks:
+            self._store.set_hold(context, Hold.TOKENS)
+            context.has_given_way = True
+            self._parking[context] = None
+
+    def on_fetched(self, places: Sequence[Place]) -> None:
+        """Takes in that disk blocks have been read ahead, or cannot be read."""
+        self._tree.lower.on_fetched(places)
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """Says what moving and recomputing cost, as measured."""
+        self._tree.lower.costs = costs
 
     def schedule(self) -> Step | None:
-        """Plans a step; None when there is nothing to do or to say."""
+        """Plans a step; None when there is nothing to do or to say, or only KV to wait for."""
+        self._move_out_parked()
         planner = StepPlanner(self._tree, self.queues, self._admission, self._config)
         planner.make_way()
         planner.place_running()
         planner.admit_waiting()
         works = planner.works
-        if not works and not planner.refused:
-            assert not self.has_work, "requests are left, and none can go on"
+        moves, fetches = self._tree.lower.take_moves(), self._tree.lower.take_fetches()
+        if not (works or planner.refused or moves or fetches):
+            is_idle = planner.is_fetching or not self.has_work
+            assert is_idle, "requests are left, and none can go on"
             return None
         batch = build_batch(self._tree, works)
         self._num_copies += len(batch.copies)
-        return Step(batch, tuple(works), tuple(planner.refused))
+        self._num_out += sum(move.src.tier is Tier.DEVICE for move in moves)
+        self._num_back += sum(move.dst.tier is Tier.DEVICE for move in moves)
+        return Step(batch, tuple(works), tuple(planner.refused), moves, fetches)
+
+    def _move_out_parked(self) -> None:
+        """Moves out what only parked contexts hold, leaf by leaf."""
+        tree, parking = self._tree, list(self._parking)
+        self._parking.clear()
+        for context in parking:
+            if context.is_released or context.request is not None or context.hold > Hold.TOKENS:
+                continue
+            node = context.tail
+            while node.parent is not None and not node.holds[Hold.KV]:
+                above = node.parent
+                if node.blocks and (node.num_kv_children or not move_out(tree, node)):
+                    if tree.is_part(node):
+                        break
+                    above = context.tail  # joined with another segment meanwhile: look again
+                node = above
 
     def update(self, step: Step, result: StepResult) -> list[Event]:
         """Commits a step that ran; returns what it did for each request."""
@@ -120,6 +187,20 @@ class Scheduler:
             if event.finish is not None:
                 self.finish(event.request)
         return events
+
+    def abandon(self, step: Step, failed: Sequence[BlockMove]) -> None:
+        """Undoes a step before it ran, because KV could not be carried: its requests plan again.
+
+        What was lost is recomputed from tokens; what was written in half is in no segment any more.
+        """
+        self._tree.pool.unguard()
+        for work in step.works:
+            request = work.request
+            roll_back_writes(self._tree, request.context.tail, work.copies)
+            if not request.computed_tokens and not request.generated_tokens:
+                request.cached_tokens = None
+        self._num_lost += len(failed)
+        forget(self._tree, [move.dst for move in failed])
 
     def roll_back(self, step: Step) -> list[Event]:
         """Undoes a step that raised: its requests end, all others go on."""

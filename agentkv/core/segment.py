@@ -9,10 +9,17 @@ A segment knows its neighbours in the tree and nothing of contexts but their num
     A child starts where its parent ends, so the tokens of a path are its segments' tokens in
     order, and position p lies in the (p // block_size)-th block of the path. Where a fork cut a
     segment inside a block, both parts list that block.
+
+    KV that left the device is listed as `away`, block by block, and begins where the device's ends:
+
+        start ......... num_computed ......... num_kept ......... end
+          blocks: on the device     away: host or disk     tokens only
 """
 
 from array import array
 from enum import IntEnum
+
+from agentkv.core.block_move import LOWER_TIERS, Place, Tier
 
 
 class Hold(IntEnum):
@@ -31,13 +38,15 @@ class Hold(IntEnum):
 class Segment:
     """Tokens [start, end) of a path; those in [start, num_computed) have their KV in `blocks`.
 
-    Invariants (`ContextTree.check`): `blocks` covers exactly [start, num_computed), from the
-    block that holds `start` on; a token has KV only if all tokens before it on the path have; a
-    sealed segment does not grow.
+    Invariants (`check_tree`): `blocks` covers exactly [start, num_computed), from the block that
+    holds `start` on; `away` covers exactly [num_computed, num_kept), from the block that holds
+    `num_computed` on, and no block of it is in `blocks`; a token has KV in some tier only if all
+    tokens before it on the path have; a sealed segment does not grow.
     """
 
     __slots__ = (
         "_block_ids",
+        "away",
         "blocks",
         "children",
         "held_below",
@@ -45,7 +54,9 @@ class Segment:
         "id",
         "index",
         "index_key",
+        "kept_end",
         "last_used",
+        "num_away_children",
         "num_computed",
         "num_contexts",
         "num_kv_children",
@@ -64,6 +75,11 @@ class Segment:
         self.children: dict[Segment, None] = {}
         self.blocks: list[int] = []
         self.num_computed = start
+        self.away: list[Place] = []
+        """Where KV is that left the device; whole blocks were carried, so that each holds what
+        its positions below `num_kept` need, those before `start` included."""
+        self.kept_end = start
+        """Position up to which `away` reaches, while there is any."""
         self.num_contexts = 0
         """Contexts whose tail this is."""
         self.holds = [0] * len(Hold)
@@ -71,7 +87,9 @@ class Segment:
         self.held_below: list[int] = [0] * len(Hold) if parent is None else parent.held_below
         """Per level: blocks held below this root; one list for all its segments."""
         self.num_kv_children = 0
-        """Children that have KV."""
+        """Children that have KV on the device."""
+        self.num_away_children: dict[Tier, int] = dict.fromkeys(LOWER_TIERS, 0)
+        """Children that have KV in a lower tier."""
         self.last_used = 0
         """Logical time at which a context last left or used it; orders eviction."""
         self.index: dict[bytes, dict[Segment, None]] = {}
@@ -97,8 +115,13 @@ class Segment:
 
     @property
     def is_computed(self) -> bool:
-        """Whether every token has its KV."""
+        """Whether every token has its KV on the device."""
         return self.num_computed == self.end
+
+    @property
+    def num_kept(self) -> int:
+        """Position up to which there is KV in some tier."""
+        return self.kept_end if self.away else self.num_computed
 
     @property
     def block_ids(self) -> tuple[int, ...]:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission
 from agentkv.core.batch_builder import Work
-from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes, settle
+from agentkv.core.block_move import Tier
+from agentkv.core.block_writes import apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.eviction import bring_back
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold, Segment
@@ -35,6 +37,8 @@ class StepPlanner:
     ) -> None:
         self.works: list[Work] = []
         self.refused: list[Event] = []
+        self.is_fetching = False
+        """Whether somebody waits for KV to be read from disk."""
         self._tree = tree
         self._queues = queues
         self._admission = admission
@@ -158,17 +162,35 @@ class StepPlanner:
                 self._add(Work(request, tail.end, tail.end, shared=sibling), 0)
             return
         settle(self._tree, tail)
+        if not self._is_fetched(request):
+            return
         first = self._first_row(request)
         num_rows = request.target - first
         if num_rows > 1:
             num_rows = min(num_rows, self._config.chunk_size, max_rows)
             if num_rows == 0:
                 return
-        writes = self._reserve(request, first + num_rows)
-        if writes is None:
+        if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
             return
-        copies = tuple(apply_writes(self._tree, writes))
-        self._add(Work(request, first, first + num_rows, copies), writes.num_blocks)
+        num_free = self._tree.pool.num_free
+        bring_back(self._tree, tail)
+        copies = apply_writes(self._tree, plan_writes(self._tree, tail, first + num_rows))
+        num_taken = num_free - self._tree.pool.num_free
+        self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
+
+    def _is_fetched(self, request: Request) -> bool:
+        """Whether nothing of a request's path has to be read from disk first.
+
+        Until then the request runs without rows: its blocks are promised, and what it has in lower
+        tiers stays there.
+        """
+        lower = self._tree.lower
+        if not lower.pools[Tier.DISK].num_blocks:
+            return True
+        path = self._tree.path(request.context.tail)
+        is_fetched = lower.fetch(place for segment in path for place in segment.away)
+        self.is_fetching |= not is_fetched
+        return is_fetched
 
     def _add(self, work: Work, num_blocks: int) -> None:
         request, tail = work.request, work.request.context.tail
@@ -190,26 +212,26 @@ class StepPlanner:
             request.cached_tokens = work.first
         self.works.append(work)
 
-    def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
-        """Plans the writes of a request and makes room for them; None when it has to wait."""
+    def _reserve(self, request: Request, upto: int) -> bool:
+        """Makes room for the KV of a path up to a position; False when the request has to wait."""
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
             has_free = writes.num_blocks <= self._tree.pool.num_free
             if has_free and self._admission.is_within_quota(request, writes.num_blocks):
-                return writes
+                return True
             if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
-                return None
+                return False
             victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
-                return None
+                return False
 
     def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
         """Finds who of the younger running requests gives way to this one in this step.
@@ -252,9 +274,12 @@ class StepPlanner:
         return request.target - self._first_row(request)
 
     def _first_row(self, request: Request) -> int:
-        """Finds the position from which a request needs rows; its end when it needs none."""
+        """Finds the position from which a request needs rows; its end when it needs none.
+
+        What is in a lower tier needs none: it is brought back before the rows are run.
+        """
         tail = request.context.tail
-        first = self._tree.num_computed(tail)
+        first = self._tree.num_kept(tail)
         if request.first_scored_row is not None:
             first = min(first, request.first_scored_row)
         if first == tail.end and tail not in self._tree.heads:

@@ -13,6 +13,10 @@ class Residency(StrEnum):
 
     DEVICE = "device"
     """Every computed token has its KV on the device."""
+    HOST = "host"
+    """All KV is kept, some of it in host memory; the next use brings it back."""
+    DISK = "disk"
+    """All KV is kept, some of it on disk; the next use brings it back."""
     PARTIAL = "partial"
     """Some KV gave way; the rest is recomputed at the next use."""
     NONE = "none"
@@ -35,6 +39,21 @@ class Usage(NamedTuple):
         return Usage(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
+class TierView(NamedTuple):
+    """Blocks of a tier below the device pool; free + live + cached = total."""
+
+    total: int = 0
+    """0: there is no such tier."""
+    free: int = 0
+    live: int = 0
+    """KV of contexts: parked, or gave way."""
+    cached: int = 0
+    """Prefix cache."""
+
+
+NO_TIER = TierView()
+
+
 @dataclass(frozen=True, slots=True)
 class PoolView:
     """Blocks of the device pool; free + live + cached = total."""
@@ -53,6 +72,8 @@ class PoolView:
     reclaimable: int
     """Blocks that give way to a request: `cached`, and those of idle contexts without a pin."""
     level: PressureLevel
+    host: TierView = NO_TIER
+    disk: TierView = NO_TIER
 
     @property
     def waste(self) -> float:
@@ -77,13 +98,17 @@ class ContextView:
     length: int
     """Committed tokens."""
     num_computed: int
-    """Committed tokens whose KV exists."""
+    """Committed tokens whose KV is on the device."""
     private_blocks: int
     """Blocks that releasing this context would free."""
     shared_blocks: int
     """Blocks of its path that other contexts hold too."""
     reclaimable_blocks: int
     """Blocks of its path that give way to requests as things are, private and shared ones."""
+    host_blocks: int
+    """Blocks of its path whose KV is in host memory."""
+    disk_blocks: int
+    """Blocks of its path whose KV is on disk."""
     residency: Residency
     lease: Lease
     """What was granted."""

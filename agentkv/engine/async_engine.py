@@ -76,6 +76,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
+        self._engine.close()
 
     async def wait_ended(self) -> bool:
         """Waits until the engine serves no more; returns whether it was told to stop.

@@ -13,6 +13,7 @@ from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.pool_size import choose_num_blocks
 from agentkv.engine.serving_model import ServingModel, capture_graphs
+from agentkv.engine.tiers import BuiltTiers, build_tiers
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.model.device_memory import memory_of
 from agentkv.model.kv_cache import KVCache
@@ -50,11 +51,18 @@ def build_engine_for(
     if config.graphs is not False and config.is_on_gpu:
         capture_graphs(runner, serving.max_graph_rows, report)
     tokenizer = Tokenizer(loaded.tokenizer)
+    tiers = build_tiers(runner.kv, config)
     return Engine(
         runner,
-        _facts(loaded, serving, runner.kv, tokenizer),
+        _facts(loaded, serving, runner.kv, tokenizer, tiers),
         tokenizer,
-        pool=PoolConfig(num_blocks=num_blocks, block_size=config.block_size),
+        pool=PoolConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            host_blocks=tiers.host_blocks,
+            disk_blocks=tiers.disk_blocks,
+        ),
+        mover=tiers.mover,
         scheduler=config.scheduler,
         limits=config.limits,
         leases=config.leases,
@@ -73,7 +81,11 @@ def _new_handles() -> Callable[[], str]:
 
 
 def _facts(
-    loaded: LoadedModel, serving: ServingModel, kv: KVCache, tokenizer: Tokenizer
+    loaded: LoadedModel,
+    serving: ServingModel,
+    kv: KVCache,
+    tokenizer: Tokenizer,
+    tiers: BuiltTiers,
 ) -> ModelFacts:
     return ModelFacts(
         name=loaded.name,
@@ -83,6 +95,7 @@ def _facts(
         num_layers=loaded.num_layers,
         dtype=str(loaded.dtype).removeprefix("torch."),
         bytes_per_block=kv.bytes_per_block,
+        host_bytes_per_block=tiers.bytes_per_row,
         has_chat_template=tokenizer.has_chat_template,
         weights=serving.weights.kind,
         weight_bytes=serving.weights.num_bytes,

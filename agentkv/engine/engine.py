@@ -17,12 +17,15 @@ from agentkv.config import (
     SchedulerConfig,
 )
 from agentkv.constraint import Continued, Tools
+from agentkv.core.block_move import Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.eviction import flush
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
+from agentkv.core.lower_tiers import LowerTiers
 from agentkv.core.pressure import PressureGauge
 from agentkv.core.reply_table import ReplyTable
 from agentkv.core.request import Request
@@ -38,7 +41,7 @@ from agentkv.engine.operations import Commit, Generation, Operation, Scoring
 from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
-from agentkv.engine.runner import Runner
+from agentkv.engine.runner import Mover, Runner
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.tool_format import ToolCall
@@ -73,7 +76,9 @@ class Engine:
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
+        mover: Mover | None = None,
     ) -> None:
+        assert mover is not None or not pool.host_blocks
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
@@ -82,14 +87,21 @@ class Engine:
         )
         """Compiles constraints; may be used on any thread."""
         self.lease_limits = leases
-        self._tree = ContextTree(BlockPool(pool.num_blocks), block_size=pool.block_size)
+        lower = LowerTiers(
+            pool.block_size, host_blocks=pool.host_blocks, disk_blocks=pool.disk_blocks
+        )
+        self._tree = ContextTree(
+            BlockPool(pool.num_blocks), block_size=pool.block_size, lower=lower
+        )
         self._store = ContextStore(self._tree, limits, new_id, quotas)
         self._leases = LeaseKeeper(self._store, self._store.hub, leases)
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
         self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
-        self._loop = StepLoop(self._scheduler, runner, self._store, self._tick)
+        self._loop = StepLoop(
+            self._scheduler, runner, self._store, self._tick, mover=mover, timer=timer
+        )
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
         self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
         self._clock = clock
@@ -400,6 +412,8 @@ class Engine:
         context = self._store.get(tenant, context_id)
         contexts = self._store.descendants(context) if recursive else [context]
         self._leases.update(contexts, terms, self._clock())
+        for leased in contexts:
+            self._scheduler.park_if_leased(leased)
         return Leased(self._store.view(context), len(contexts), self.pool_view())
 
     # -- observers ---------------------------------------------------------------------------
@@ -448,6 +462,8 @@ class Engine:
             used_slots=self._tree.residency.used_slots,
             reclaimable=total - pool.num_free - firm,
             level=self._gauge.read(held=held[Hold.KV], firm=firm, total=total),
+            host=self._tree.lower.view(Tier.HOST),
+            disk=self._tree.lower.view(Tier.DISK),
         )
 
     def watch(self, tenant: str) -> Watcher:
@@ -502,6 +518,9 @@ class Engine:
             num_forks=self._num_forks,
             num_block_copies=counts.num_block_copies,
             num_preemptions=counts.num_preemptions,
+            num_moved_out=counts.num_moved_out,
+            num_brought_back=counts.num_brought_back,
+            num_lost=counts.num_lost,
         )
 
     # -- the loop ----------------------------------------------------------------------------
@@ -549,7 +568,11 @@ class Engine:
     def flush_cache(self) -> None:
         """Frees the KV of everything no context holds."""
         self._tick()
-        self._tree.flush()
+        flush(self._tree)
+
+    def close(self) -> None:
+        """Gives back what the tiers below the pool hold outside this process's memory."""
+        self._loop.close()
 
     def check(self) -> None:
         """Asserts every invariant of the bookkeeping."""

@@ -152,6 +152,8 @@ class ModelFacts:
     weights: str = "float32"
     """What they are kept as."""
     weight_bytes: int = 0
+    host_bytes_per_block: int = 0
+    """Of a block in a lower tier; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +170,9 @@ class EngineView:
     num_forks: int
     num_block_copies: int
     num_preemptions: int
+    num_moved_out: int = 0
+    """Blocks that left the device for the host since start."""
+    num_brought_back: int = 0
+    """Blocks that came back to the device since start."""
+    num_lost: int = 0
+    """Blocks that could not be read back, and were recomputed."""

@@ -2,6 +2,7 @@
 
     GPU    share of the device - weights and whatever else is held - the largest step - graphs
     CPU    a fifth of the memory that is free, at most 4 GiB
+    host   as many blocks as the pool, at most a fifth of the memory that is free
 
 Numbers only: who measures them is passed in.
 """
@@ -14,6 +15,7 @@ from agentkv.errors import InvalidRequest
 DEFAULT_POOL_SHARE = 5
 """On a CPU the pool takes one part in so many of the memory that is free."""
 DEFAULT_POOL_LIMIT = 4 << 30
+DEFAULT_DISK_BYTES = 4 << 30
 DEFAULT_UTILIZATION = 0.9
 """On a GPU, share of its memory that weights, steps and the pool take together."""
 
@@ -59,6 +61,51 @@ def choose_num_blocks(
     if num_blocks < 1:
         raise InvalidRequest(
             f"The pool's memory does not hold one block of {bytes_per_block} bytes; give it more."
+        )
+    return num_blocks
+
+
+def choose_num_host_blocks(
+    config: EngineConfig, num_blocks: int, bytes_per_row: int, free: int
+) -> int:
+    """Chooses the size of the host tier: that of the pool, unless memory is short.
+
+    All that can be on the device can then be parked, which is what one large tool call of every
+    agent needs; more would be used by prefix cache alone.
+
+    Args:
+        config: What was asked for.
+        num_blocks: Of the pool.
+        bytes_per_row: Of one block on the host.
+        free: Bytes of the computer's memory that nobody holds.
+
+    Raises:
+        InvalidRequest: The memory asked for does not hold one block.
+    """
+    if config.host_blocks is not None:
+        return config.host_blocks
+    if config.host_memory is not None:
+        if config.host_memory < bytes_per_row:
+            raise InvalidRequest(
+                f"The host tier's memory does not hold one block of {bytes_per_row} bytes; give it "
+                "more, or set host_blocks to 0."
+            )
+        return config.host_memory // bytes_per_row
+    return min(num_blocks, free // DEFAULT_POOL_SHARE // bytes_per_row)
+
+
+def choose_num_disk_blocks(config: EngineConfig, bytes_per_file: int) -> int:
+    """Chooses how many blocks the disk tier has; 0 without a folder.
+
+    Raises:
+        InvalidRequest: Not one block may be written.
+    """
+    if config.disk_dir is None:
+        return 0
+    num_blocks = (config.disk_bytes or DEFAULT_DISK_BYTES) // bytes_per_file
+    if num_blocks < 1:
+        raise InvalidRequest(
+            f"disk_bytes does not hold one block of {bytes_per_file} bytes; give it more."
         )
     return num_blocks
 

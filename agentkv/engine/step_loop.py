@@ -1,17 +1,21 @@
 """The loop: requests in, steps, events out to the operations they belong to."""
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
 from agentkv.core.request import Event, FinishReason, Request
-from agentkv.core.scheduler import Scheduler
+from agentkv.core.scheduler import Scheduler, Step
+from agentkv.engine.cost_meter import CostMeter
 from agentkv.engine.grammar import GrammarMatcher
 from agentkv.engine.mask_maker import MaskMaker
 from agentkv.engine.operations import Operation
-from agentkv.engine.runner import Runner
+from agentkv.engine.runner import Mover, Runner
 from agentkv.errors import AgentKVError, NotFound, Reason
 
+FETCH_WAIT = 0.05
+"""Seconds that an otherwise idle loop waits for the disk before it looks for other work again."""
 _log = logging.getLogger(__name__)
 
 
@@ -28,12 +32,17 @@ class StepLoop:
         runner: Runner,
         store: ContextStore,
         tick: Callable[[], None] = lambda: None,
+        *,
+        mover: Mover | None = None,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
         self._masks = MaskMaker()
         self._tick = tick
+        self._mover = mover
+        self._costs = CostMeter(timer)
         self._operations: dict[Request, Operation] = {}
 
     def submit(self, operation: Operation) -> None:
@@ -56,15 +65,23 @@ class StepLoop:
     def step(self) -> list[Operation]:
         """Runs one step; returns the operations that have news."""
         self._tick()
+        self._take_in_fetched(0)
         step = self.scheduler.schedule()
         if step is None:
+            if self.scheduler.has_work:  # all that is left waits for the disk
+                self._take_in_fetched(FETCH_WAIT)
             return []
         events = list(step.refused)
+        if step.fetches and self._mover is not None:
+            self._mover.fetch(step.fetches)
+        if step.moves and not self._move(step):
+            return self._dispatch(events)
         if step.works:
             allowed = [sample.allowed for sample in step.batch.samples]
             self._masks.begin([item for item in allowed if isinstance(item, GrammarMatcher)])
             try:
-                result = self._runner.run(step.batch)
+                with self._costs.computing(step.batch.num_rows):
+                    result = self._runner.run(step.batch)
             except Exception:
                 _log.exception("a step of %d rows failed", step.batch.num_rows)
                 self._tick()
@@ -73,6 +90,26 @@ class StepLoop:
                 self._tick()
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
+
+    def close(self) -> None:
+        """Closes the mover."""
+        if self._mover is not None:
+            self._mover.close()
+
+    def _take_in_fetched(self, wait: float) -> None:
+        if self._mover is not None:
+            self.scheduler.on_fetched(self._mover.fetched(wait))
+
+    def _move(self, step: Step) -> bool:
+        """Carries KV between tiers before a step; a step that misses some of it is abandoned."""
+        assert self._mover is not None
+        with self._costs.moving(len(step.moves)):
+            failed = self._mover.move(step.moves)
+        if failed:
+            _log.warning("%d blocks of KV could not be carried, and are recomputed", len(failed))
+            self.scheduler.abandon(step, failed)
+        self.scheduler.set_costs(self._costs.costs())
+        return not failed
 
     def end(self, request: Request, num_dropped: int = 0) -> None:
         """Ends a request early; its operation knows why.

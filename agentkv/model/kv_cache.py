@@ -83,7 +83,7 @@ class KVCache:
         sizes = (num_layers, self.num_blocks, self.block_size, num_kv_heads)
         device = self.shape.device
         numbers = allocate_kv(*sizes, head_dim, dtype=self.dtype, device=device)
-        if self.dtype not in KV_DTYPES.values():
+        if not self.is_quantised:
             return _Group(numbers, None)
         return _Group(numbers, allocate_kv(*sizes, 1, dtype=torch.float32, device=device))
 
@@ -107,6 +107,25 @@ class KVCache:
     def scales(self, layer: int) -> KVScales | None:
         """Returns the factors of what a layer reads, views of the pool; None unless it is 8-bit."""
         return self._scales[self.shape.layers[layer].donor]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the pool stores 8-bit numbers and factors."""
+        return self.dtype in KV_DTYPES.values()
+
+    def block(self, block_id: int) -> list[Tensor]:
+        """Lists the tensors that hold a block, as views of the pool.
+
+        Returns:
+            Each (num_layers, 2, block_size, num_kv_heads, width): numbers, and factors of an 8-bit
+            pool.
+        """
+        return [
+            tensor[:, :, block_id]
+            for group in self._groups
+            for tensor in (group.numbers, group.factors)
+            if tensor is not None
+        ]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies the first `num_tokens` slots of each source block, K and V of every layer.

@@ -83,9 +83,18 @@ def convert_weights(
         fused = fuse_layers(model, products)
     elif kind == "bf16":
         _round_linears(model)
+    if kind is not None:
+        _let_go(model)
     rest = sum(weight.nbytes for weight in model.parameters())
     name = kind or str(model.dtype).removeprefix("torch.")
     return ServedWeights(name, packed + rest, fused)
+
+
+def _let_go(model: nn.Module) -> None:
+    """Copies what is part of a larger piece of memory: one norm would keep a whole file mapped."""
+    for weight in model.parameters():
+        if weight.untyped_storage().nbytes() > weight.nbytes:
+            weight.data = weight.detach().clone()
 
 
 class Bf16Linear(nn.Module):

@@ -34,6 +34,8 @@ from agentkv.v1 import agentkv_pb2 as pb
 RESIDENCIES: Final = MappingProxyType(
     {
         Residency.DEVICE: pb.RESIDENCY_DEVICE,
+        Residency.HOST: pb.RESIDENCY_HOST,
+        Residency.DISK: pb.RESIDENCY_DISK,
         Residency.PARTIAL: pb.RESIDENCY_PARTIAL,
         Residency.NONE: pb.RESIDENCY_NONE,
     }
@@ -110,6 +112,8 @@ def context(view: ContextView) -> pb.Context:
         num_computed_tokens=view.num_computed,
         private_blocks=view.private_blocks,
         shared_blocks=view.shared_blocks,
+        host_blocks=view.host_blocks,
+        disk_blocks=view.disk_blocks,
         residency=RESIDENCIES[view.residency],
         pinned=view.pinned,
         has_head_logits=view.has_head_logits,
@@ -133,6 +137,12 @@ def pool(view: PoolView) -> pb.Pool:
         pinned_blocks=view.pinned,
         block_size=view.block_size,
         used_slots=view.used_slots,
+        host_total_blocks=view.host.total,
+        host_free_blocks=view.host.free,
+        host_live_blocks=view.host.live,
+        disk_total_blocks=view.disk.total,
+        disk_free_blocks=view.disk.free,
+        disk_live_blocks=view.disk.live,
         reclaimable_blocks=view.reclaimable,
         level=PRESSURE_LEVELS[view.level],
     )
@@ -377,4 +387,7 @@ def counters(view: EngineView) -> pb.Counters:
         num_forks=view.num_forks,
         num_block_copies=view.num_block_copies,
         num_preemptions=view.num_preemptions,
+        num_moved_out=view.num_moved_out,
+        num_brought_back=view.num_brought_back,
+        num_lost=view.num_lost,
     )

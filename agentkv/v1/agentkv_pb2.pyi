@@ -53,6 +53,10 @@ class _ResidencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Residency.V
     """Some KV gave way; the rest is recomputed at the next use."""
     RESIDENCY_NONE: _Residency.ValueType  # 3
     """Tokens only; the next use recomputes all KV."""
+    RESIDENCY_HOST: _Residency.ValueType  # 4
+    """All KV is kept, some of it in host memory; the next use brings it back."""
+    RESIDENCY_DISK: _Residency.ValueType  # 5
+    """All KV is kept, some of it on disk; the next use brings it back."""
 
 class Residency(_Residency, metaclass=_ResidencyEnumTypeWrapper):
     """Where a context's KV is."""
@@ -65,6 +69,10 @@ RESIDENCY_PARTIAL: Residency.ValueType  # 2
 """Some KV gave way; the rest is recomputed at the next use."""
 RESIDENCY_NONE: Residency.ValueType  # 3
 """Tokens only; the next use recomputes all KV."""
+RESIDENCY_HOST: Residency.ValueType  # 4
+"""All KV is kept, some of it in host memory; the next use brings it back."""
+RESIDENCY_DISK: Residency.ValueType  # 5
+"""All KV is kept, some of it on disk; the next use brings it back."""
 Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 class _FinishReason:
@@ -315,6 +323,8 @@ class Context(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Handle of the context: opaque, unguessable, at most 128 characters."""
     parent_id: _builtins.str
@@ -332,7 +342,7 @@ class Context(_message.Message):
     length: _builtins.int
     """Committed tokens."""
     num_computed_tokens: _builtins.int
-    """Committed tokens whose KV exists, in [0, length]."""
+    """Committed tokens whose KV is on the device, in [0, length]."""
     private_blocks: _builtins.int
     """Blocks that releasing this context would free."""
     shared_blocks: _builtins.int
@@ -351,6 +361,10 @@ class Context(_message.Message):
     """Blocks among `private_blocks` and `shared_blocks` that give way to requests as things are: no
     running request and no pin holds them.
     """
+    host_blocks: _builtins.int
+    """Blocks of this context whose KV is in the server's host memory; the next use brings it back."""
+    disk_blocks: _builtins.int
+    """Blocks of this context whose KV is on the server's disk; the next use brings it back."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels given when it was made."""
@@ -384,10 +398,12 @@ class Context(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         reclaimable_blocks: _builtins.int = ...,
         lease: Global___Lease | None = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "disk_blocks", b"disk_blocks", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "host_blocks", b"host_blocks", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
@@ -492,6 +508,12 @@ class Pool(_message.Message):
     USED_SLOTS_FIELD_NUMBER: _builtins.int
     RECLAIMABLE_BLOCKS_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    HOST_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_LIVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_LIVE_BLOCKS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """Blocks of the pool."""
     free_blocks: _builtins.int
@@ -510,6 +532,20 @@ class Pool(_message.Message):
     """Blocks that give way to a request: `cached_blocks`, and those of idle contexts without a pin."""
     level: Global___PressureLevel.ValueType
     """How hard it is to have a block."""
+    host_total_blocks: _builtins.int
+    """Blocks of the host tier, where KV goes that leaves the device; 0 without one. As on the device,
+    free + live + cached = total.
+    """
+    host_free_blocks: _builtins.int
+    """Blocks of the host tier that hold nothing."""
+    host_live_blocks: _builtins.int
+    """Blocks of the host tier with KV of contexts: parked, or gave way."""
+    disk_total_blocks: _builtins.int
+    """Blocks of disk, the tier below the host's; 0 without one."""
+    disk_free_blocks: _builtins.int
+    """Blocks of disk that hold nothing."""
+    disk_live_blocks: _builtins.int
+    """Blocks of disk with KV of contexts."""
     def __init__(
         self,
         *,
@@ -522,10 +558,16 @@ class Pool(_message.Message):
         used_slots: _builtins.int = ...,
         reclaimable_blocks: _builtins.int = ...,
         level: Global___PressureLevel.ValueType = ...,
+        host_total_blocks: _builtins.int = ...,
+        host_free_blocks: _builtins.int = ...,
+        host_live_blocks: _builtins.int = ...,
+        disk_total_blocks: _builtins.int = ...,
+        disk_free_blocks: _builtins.int = ...,
+        disk_live_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "level", b"level", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "reclaimable_blocks", b"reclaimable_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "disk_free_blocks", b"disk_free_blocks", "disk_live_blocks", b"disk_live_blocks", "disk_total_blocks", b"disk_total_blocks", "free_blocks", b"free_blocks", "host_free_blocks", b"host_free_blocks", "host_live_blocks", b"host_live_blocks", "host_total_blocks", b"host_total_blocks", "level", b"level", "live_blocks", b"live_blocks", "pinned_blocks", b"pinned_blocks", "reclaimable_blocks", b"reclaimable_blocks", "total_blocks", b"total_blocks", "used_slots", b"used_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1432,6 +1474,9 @@ class Counters(_message.Message):
     NUM_FORKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_MOVED_OUT_FIELD_NUMBER: _builtins.int
+    NUM_BROUGHT_BACK_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
     num_contexts: _builtins.int
     """Contexts of all tenants now."""
     num_running: _builtins.int
@@ -1446,6 +1491,12 @@ class Counters(_message.Message):
     """Blocks copied on write since start."""
     num_preemptions: _builtins.int
     """Requests that gave way to others since start."""
+    num_moved_out: _builtins.int
+    """Blocks whose KV left the device for the host since start."""
+    num_brought_back: _builtins.int
+    """Blocks whose KV came back to the device since start."""
+    num_lost: _builtins.int
+    """Blocks whose KV could not be read back and was recomputed since start."""
     def __init__(
         self,
         *,
@@ -1456,10 +1507,13 @@ class Counters(_message.Message):
         num_forks: _builtins.int = ...,
         num_block_copies: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        num_moved_out: _builtins.int = ...,
+        num_brought_back: _builtins.int = ...,
+        num_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "num_block_copies", b"num_block_copies", "num_contexts", b"num_contexts", "num_forks", b"num_forks", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "num_block_copies", b"num_block_copies", "num_brought_back", b"num_brought_back", "num_contexts", b"num_contexts", "num_forks", b"num_forks", "num_lost", b"num_lost", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """The engines as processes: one each, in an environment of its own, spoken to over pipes."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from agentkv.cli.serve import SPIN_COUNT
 from benchmarks.peers.protocol import Job, Load, Loaded, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,15 +55,18 @@ class EngineProcess:
             NotAvailable: There is no such environment, or the engine does not load.
         """
         self.contestant = contestant
-        python = sys.executable
+        python, environment = sys.executable, dict(os.environ)
         if contestant.environment is not None:
             folder = environments / contestant.environment
             python = str(folder / "bin" / "python")
             if not (folder / ".ready").is_file():
                 raise NotAvailable(f"no environment {folder}; benchmarks/peers/setup.sh makes it")
+        else:  # what `agentkv serve` sets for itself
+            environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         self._process = subprocess.Popen(
             [python, "-m", f"benchmarks.peers.{contestant.module}"],
             cwd=REPOSITORY,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

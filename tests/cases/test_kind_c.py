@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from agentkv.core.batch import Batch
+from agentkv.core.eviction import evict
 from agentkv.errors import PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
@@ -90,7 +91,7 @@ def test_case_023_hole_in_the_middle(num_evicted: int, hit: int) -> None:
     bench = Bench(num_blocks=8)
     prompt = numbers(5, 49)
     bench.release(bench.create(prompt[:48]))
-    assert bench.tree.evict(bench.free + num_evicted)
+    assert evict(bench.tree, bench.free + num_evicted)
     answer = bench.created(prompt)
     assert answer.usage.cached_tokens == hit
     assert bench.generate(answer.context.id, 3) == continuation(prompt, 3)

@@ -44,6 +44,7 @@ def test_serve_announces_itself_and_stops_on_a_signal(
     assert last[1].startswith("127.0.0.1:")
     assert "64 blocks of 16 tokens, 4 KiB each, 256 KiB in all" in result.stdout
     assert "1,024 distinct tokens" in result.stdout
+    assert "nowhere: KV that gives way is recomputed" in result.stdout
 
 
 def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +60,7 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
         *("serve", "--kv-memory", "1.5GiB", "--block-size", "8", "--max-length", "99"),
         *("--threads", "3", "--token-budget", "77", "--dtype", "bfloat16", "--device", "cuda:1"),
         *("--kv-dtype", "int8", "--no-graphs", "--fuse-weights", "--compile", "--batch-invariant"),
+        *("--host-memory", "2GiB", "--disk-dir", "kv", "--disk-bytes", "3GiB"),
     )
     assert result.exit_code == 1
     assert result.stderr.endswith("error: Enough.\n")
@@ -70,6 +72,8 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
     assert (config.kv_dtype, config.graphs, config.fuse_weights) == ("int8", False, True)
     assert (config.compile, config.batch_invariant) == (True, True)
     assert config.memory_utilization is None
+    assert (config.host_blocks, config.host_memory, config.host_kv_dtype) == (None, 2 << 30, "auto")
+    assert (config.disk_dir, config.disk_bytes) == ("kv", 3 << 30)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,12 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
         ),
         (["--kv-dtype", "int4"], "kv_dtype must be auto, int8, fp8; got 'int4'"),
         (["--batch-invariant"], "equal to rounding, not to the bit"),
+        (["--host-blocks", "-1"], "host_blocks must not be negative"),
+        (["--host-blocks", "4", "--host-memory", "1GiB"], "both size the host tier"),
+        (["--host-kv-dtype", "fp8"], "host_kv_dtype must be auto, int8"),
+        (["--device", "cuda", "--host-kv-dtype", "int8"], "for the device cpu"),
+        (["--disk-bytes", "1GiB"], "set disk_dir as well"),
+        (["--disk-dir", "kv", "--host-blocks", "0"], "needs a host tier above it"),
     ],
 )
 def test_wrong_options_are_refused_before_loading(

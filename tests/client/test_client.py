@@ -39,6 +39,8 @@ def test_create_shows_the_whole_context(client: Client) -> None:
         length=5,
         num_computed_tokens=5,
         private_blocks=1,
+        host_blocks=0,
+        disk_blocks=0,
         shared_blocks=0,
         residency=Residency.DEVICE,
         pinned=False,

@@ -209,3 +209,12 @@ def test_roll_back_spares_what_others_have_computed_below() -> None:
     roll_back_writes(tree, tail, ())
     tree.check()
     assert tail.num_computed == 8
+
+
+def test_rows_that_run_again_leave_what_has_kv() -> None:
+    """Catches KV above the last row forgotten, when prompt log-probabilities run rows again."""
+    tree, tail = path(12)
+    tail = tree.append(tail, [9] * 5, Hold.KV)
+    commit_writes(tree, tail, 7)
+    assert tree.num_computed(tail) == 12
+    tree.check()

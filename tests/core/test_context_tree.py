@@ -8,6 +8,7 @@ import pytest
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.block_writes import apply_writes, commit_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.eviction import evict, flush, shed
 from agentkv.core.segment import Hold, Segment
 
 B = 4
@@ -78,7 +79,7 @@ def test_split_and_join_are_inverse(position: int) -> None:
     tree.check()
     assert (list(tail.tokens), list(tail.blocks), tail.num_computed) == before
     tree.detach(tail, Hold.KV)
-    tree.flush()
+    flush(tree)
     tree.check()
     assert tree.pool.num_free == 64 and list(tree) == []
 
@@ -154,12 +155,12 @@ def test_eviction_takes_the_least_recently_used_leaf() -> None:
     tree.detach(second, Hold.KV)
     tree.detach(first, Hold.KV)
     tree.touch(second)
-    assert tree.evict(5)
+    assert evict(tree, 5)
     assert (len(first.blocks), len(second.blocks)) == (1, 2)
-    assert tree.evict(6)
+    assert evict(tree, 6)
     assert (len(first.blocks), len(second.blocks)) == (0, 2)
     tree.check()
-    assert tree.evict(8) and not tree.evict(9)
+    assert evict(tree, 8) and not evict(tree, 9)
     assert list(tree) == []
 
 
@@ -168,10 +169,10 @@ def test_eviction_of_a_held_path_keeps_its_tokens() -> None:
     tree = make_tree()
     tail = add(tree, list(range(10)), Hold.KV)
     tree.rehold(tail, Hold.KV, Hold.TOKENS)
-    assert tree.evict(62)
+    assert evict(tree, 62)
     tree.check()
     assert (tail.num_computed, tail.end) == (8, 10)
-    assert tree.evict(64)
+    assert evict(tree, 64)
     tree.check()
     assert list(tree.tokens(tail)) == list(range(10))
     compute(tree, tail)
@@ -250,7 +251,7 @@ def test_a_stale_leaf_entry_is_sorted_in_again() -> None:
     for expected in (b, a):
         leaf = tree.residency.pop_leaf()
         assert leaf is expected
-        tree.shed(leaf, 1)
+        shed(tree, leaf, 1)
     assert tree.residency.pop_leaf() is None
 
 

@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
+from bench import PARK
 from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
-from slow_twin import PlainModel, TwinBench
+from slow_twin import TENANT, PlainModel, TwinBench
 from tiny_engines import TinyEngine
 from tiny_models import VOCAB_SIZE, build_tiny_model
 from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ SHARED = [[(7 * i + 31 * base * i * i + base) % VOCAB_SIZE for i in range(40)] f
 VERBS = (
     *("create", "fork", "fork", "extend", "extend", "generate", "generate", "generate"),
     *("branches", "branches", "score", "score", "truncate", "release", "cancel", "flush"),
+    *("park", "park"),
 )
 
 
@@ -110,6 +112,8 @@ def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
     length = len(bench.tokens[name])
     if verb == "extend" and length < LONGEST - len(tokens):
         bench.extend(name, tokens, logprobs=share % 2 == 0)
+    elif verb == "park":
+        bench.engine.update_lease(TENANT, name, PARK)
     elif verb == "generate" and 0 < length < LONGEST - 8:
         bench.generate(name, 1 + share % 8, **sampling(share))
     elif length:
@@ -117,7 +121,11 @@ def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
 
 
 def run_program(
-    family: str, program: Sequence[Action], *, max_graph_rows: int | None = None
+    family: str,
+    program: Sequence[Action],
+    *,
+    max_graph_rows: int | None = None,
+    host_blocks: int = 0,
 ) -> TwinBench:
     """Runs a program to its end, compares every leaf, and gives everything back."""
     plain, model = models(family)
@@ -126,6 +134,7 @@ def run_program(
         model,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
+        host_blocks=host_blocks,
         scheduler=scheduler,
         max_graph_rows=max_graph_rows,
     )
@@ -154,6 +163,19 @@ def test_any_tree_equals_its_twin(family: str, program: Sequence[Action]) -> Non
     run_program(family, program)
 
 
+@pytest.mark.slow
+@settings(
+    max_examples=20,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(program=st.lists(ACTIONS, min_size=25, max_size=60), host_blocks=st.sampled_from([5, 40]))
+def test_any_tree_that_moves_equals_its_twin(program: Sequence[Action], host_blocks: int) -> None:
+    """Catches KV that comes back from the host as another block's, too early or too late."""
+    run_program("llama", program, host_blocks=host_blocks)
+
+
 def draw(dice: random.Random) -> Action:
     """One move, every choice as likely as any other: bolder than what Hypothesis begins with."""
     return Action(
@@ -174,7 +196,7 @@ def test_many_random_trees_equal_their_twins(group: int) -> None:
         dice = random.Random(seed)
         program = [draw(dice) for _ in range(dice.randint(20, 60))]
         try:
-            run_program("llama", program)
+            run_program("llama", program, host_blocks=dice.choice((0, 6, 40)))
         except BaseException as error:
             error.add_note(f"the program of seed {seed}")
             raise

@@ -8,10 +8,10 @@ give way, requests are preempted and some are refused.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
-from bench import PINNED, RETAINED, TENANT, Bench
+from bench import PARK, PINNED, RETAINED, TENANT, Bench
 from fakes import continuation, logprob, next_token
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -24,6 +24,8 @@ from hypothesis.stateful import (
 )
 
 from agentkv.config import LimitsConfig, QuotaConfig, QuotasConfig
+from agentkv.core.block_move import BlockMove
+from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.views import ContextView
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -31,6 +33,7 @@ from agentkv.engine.outputs import Branches, Chunk, Finish
 from agentkv.errors import AgentKVError, PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
+ANY_LEASE = Lease(LeaseMode.RETAIN, 1.0)
 MAX_LENGTH = 60
 MAX_CONTEXTS = 14
 picks = st.integers(0, 10_000)
@@ -71,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.pending: list[Pending] = []
         self.fault = ""
         self.fault_in = 0
+        self.moves_until_lost = 0
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4, 8]),
@@ -78,6 +82,8 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([3, 8, 64]),
         budget=st.sampled_from([4, 16, 64]),
         watermark=st.sampled_from([0, 0, 1, 3]),
+        host_blocks=st.sampled_from([0, 3, 8, 40]),
+        disk_blocks=st.sampled_from([0, 0, 4, 30]),
         quota=st.sampled_from([None, None, 4, 8]),
     )
     def start(
@@ -87,12 +93,16 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         budget: int,
         watermark: int,
+        host_blocks: int,
+        disk_blocks: int,
         quota: int | None,
     ) -> None:
         self.watermark = watermark
         self.bench = Bench(
             num_blocks,
             block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks if host_blocks else 0,
             chunk=chunk,
             budget=budget,
             watermark=watermark,
@@ -103,6 +113,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.bench.runner.before_step = lambda batch: self._fail("before")
         self.bench.runner.after_writes = lambda batch: self._fail("after")
+        self.bench.runner.loses = self._loses
+        self.bench.runner.reads_at_once = lambda place: place.block_id % 3 > 0
         self.create(0, 0, [0, 1, 2, 0, 1], pinned=False, then=4)
         self.create(0, 3, [2] * 7, pinned=False, then=4)
 
@@ -216,6 +228,16 @@ class EngineMachine(RuleBasedStateMachine):
             del self.model[context_id][length:]
 
     @precondition(lambda self: self.model)
+    @rule(pick=picks, then=st.sampled_from([0, 1]))
+    def park(self, pick: int, then: int) -> None:
+        context_id = self._pick(pick)
+        before = self.bench.view(context_id)
+        with self._unchanged_if_refused(Reason.CONTEXT_BUSY):
+            view = self.bench.engine.update_lease(TENANT, context_id, PARK).context
+            assert view.length == before.length
+        self.step(then)
+
+    @precondition(lambda self: self.model)
     @rule(pick=picks, other=st.none() | picks, recursive=st.booleans())
     def release(self, pick: int, other: int | None, recursive: bool) -> None:
         ids = {self._pick(pick), self._pick(pick if other is None else other)}
@@ -260,11 +282,16 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.bench.engine.flush_cache()
-        assert self.bench.pool_view.cached == 0
+        view = self.bench.pool_view
+        assert view.cached == view.host.cached == view.disk.cached == 0
 
     @rule(moment=st.sampled_from(["before", "after"]), num_steps=st.integers(1, 12))
     def arm_fault(self, moment: str, num_steps: int) -> None:
         self.fault, self.fault_in = moment, num_steps
+
+    @rule(num_moves=st.integers(1, 12))
+    def arm_lost_move(self, num_moves: int) -> None:
+        self.moves_until_lost = num_moves
 
     @rule(chance=st.sampled_from([0, 0, 3, 7]))
     def arm_non_finite(self, chance: int) -> None:
@@ -325,13 +352,19 @@ class EngineMachine(RuleBasedStateMachine):
         if moment == self.fault and self.fault_in == 0:
             raise StepFailed(moment)
 
+    def _loses(self, move: BlockMove) -> bool:
+        self.moves_until_lost -= 1
+        return self.moves_until_lost == 0
+
     @contextmanager
     def _unchanged_if_refused(self, *reasons: Reason) -> Iterator[None]:
         """Lets the block be refused, for these reasons if any are named, without a trace."""
 
         def state() -> object:
             pool = self.bench.pool_view
-            return self._views(), pool.live, pool.pinned, self.bench.engine.view().num_waiting
+            # A refused call is a use of its context all the same, which ends a PARK lease.
+            views = [replace(view, lease=ANY_LEASE, expire_time=None) for view in self._views()]
+            return views, pool.live, pool.pinned, self.bench.engine.view().num_waiting
 
         before = state()
         try:

@@ -115,6 +115,8 @@ class FakeContext:
             num_computed=max(len(self.tokens) - 1, 0),
             private_blocks=1,
             shared_blocks=2,
+            host_blocks=3,
+            disk_blocks=4,
             residency=Residency.DEVICE,
             reclaimable_blocks=3,
             lease=self.lease,

@@ -11,7 +11,7 @@
 
 #include <stdlib.h>
 
-enum { SERIAL = 1 << 14 }; /* query vectors times tokens: below, waking a thread costs more */
+enum { SERIAL = 1 << 13 }; /* query vectors times tokens: below, waking a thread costs more */
 
 static int64_t whole_vectors(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
