@@ -54,11 +54,15 @@ demo: install ## Start a server on the embedded model and run the three examples
 protos: install ## Regenerate agentkv/v1 from the contract
 	@$(call generate,.)
 
-bench: install ## Run every benchmark; results go to benchmarks/results/*.json
+bench: install ## Run every benchmark, those on traces if DATA=FOLDER; to benchmarks/results/*.json
 	@mkdir -p benchmarks/results
 	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
-		name=$$(basename $$file .py); echo "== $$name"; \
-		$(OFFLINE) $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; \
+		name=$$(basename $$file .py); echo "== $$name"; data=; \
+		if grep -q '"--data".*required' $$file; then \
+			if [ -z "$(DATA)" ]; then echo "skipped: needs DATA"; continue; fi; \
+			data="--data $(DATA)"; \
+		fi; \
+		$(OFFLINE) $(BIN)/python -m benchmarks.$$name $$data --json benchmarks/results/$$name.json; \
 	done
 
 serve: install ## Serve the embedded model on port 50051

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agentkv.client.messages import SamplingOptions
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+    from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
@@ -89,6 +90,7 @@ _HOMES = {
     "agentkv.client.messages": ("SamplingOptions",),
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
+    "agentkv.client.snapshot_info": ("RestoredContexts", "SnapshotInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
@@ -197,11 +199,13 @@ __all__ = [
     "Regex",
     "Released",
     "Residency",
+    "RestoredContexts",
     "RetryPolicy",
     "SamplingOptions",
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "SnapshotInfo",
     "Tier",
     "TierUsage",
     "Tool",

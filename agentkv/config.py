@@ -55,11 +55,18 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused with QUEUE_FULL."""
     watermark: int = 0
     """Free blocks that admission leaves for requests that already run."""
+    num_speculative_tokens: int = 0
+    """Most tokens of a draft, for requests that do not say; 0 drafts for those alone that do."""
+    fixed_rows: float = 12.0
+    """What a step costs before its first row, in rows, as `benchmarks/step_cost.py` measures it:
+    a draft is made where it is worth its rows."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "chunk_size", "max_running", "max_waiting"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
         _require(self.watermark >= 0, "watermark must not be negative.")
+        _require(self.num_speculative_tokens >= 0, "num_speculative_tokens must not be negative.")
+        _require(0 <= self.fixed_rows < math.inf, "fixed_rows must be finite and not negative.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +219,22 @@ class PressureConfig:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """Where saved contexts are kept, and how much of them."""
+
+    dir: str | None = None
+    """Folder of the snapshots; None refuses Save and Restore."""
+    max_bytes: int = 16 << 30
+    """Bytes that the snapshots of one tenant may take."""
+    max_count: int = 1000
+    """Snapshots that one tenant may keep."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_count"):
+            _require(getattr(self, name) >= 1, f"{name} of snapshots must be at least 1.")
+
+
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
 HOST_KV_DTYPE_NAMES = ("auto", "int8")
 WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
@@ -275,6 +298,7 @@ class EngineConfig:
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     pressure: PressureConfig = field(default_factory=PressureConfig)
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):

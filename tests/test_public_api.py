@@ -14,7 +14,7 @@ PUBLIC = {
     *("AsyncGenerateStream", "AsyncBranchStream"),
     *("RetryPolicy", "SamplingOptions", "SamplingParams"),
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
-    *("TopLogprobs", "Choice"),
+    *("TopLogprobs", "Choice", "RestoredContexts", "SnapshotInfo"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
     *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
     *("JsonSchema", "Regex", "Lark", "Choices", "Tools", "Tool", "ToolCall", "Continued"),

@@ -26,6 +26,7 @@ from agentkv.config import (
     QuotasConfig,
     SchedulerConfig,
     ServerConfig,
+    SnapshotConfig,
 )
 from agentkv.errors import InvalidRequest
 
@@ -148,6 +149,13 @@ def serve(
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    speculate: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step guesses ahead from the text before, and checks at once; "
+            "0 leaves it to clients that ask. Guesses change how fast tokens come, and not which."
+        ),
+    ] = 0,
     lease_ttl: Annotated[
         float, typer.Option(help="Seconds without use after which a lease expires by default.")
     ] = 3600.0,
@@ -212,6 +220,22 @@ def serve(
             "differs. By default no limits beyond the server's own.",
         ),
     ] = None,
+    snapshot_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where clients may save contexts, to be restored after a restart. By default "
+            "nowhere: Save and Restore are refused.",
+        ),
+    ] = None,
+    snapshot_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes,
+            metavar="SIZE",
+            help="Disk space that the snapshots of one tenant may take. By default 16GiB.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -246,7 +270,9 @@ def serve(
         batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
-        scheduler=SchedulerConfig(token_budget=token_budget, watermark=watermark),
+        scheduler=SchedulerConfig(
+            token_budget=token_budget, watermark=watermark, num_speculative_tokens=speculate
+        ),
         leases=LeaseConfig(
             default_ttl=lease_ttl,
             max_ttl=max_lease_ttl,
@@ -255,6 +281,9 @@ def serve(
         ),
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
+        snapshots=SnapshotConfig(
+            dir=snapshot_dir, max_bytes=snapshot_bytes or SnapshotConfig().max_bytes
+        ),
     )
     wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+from agentkv.client import snapshot_calls
 from agentkv.client.async_streams import AsyncBranchStream, AsyncGenerateStream
 from agentkv.client.completion import Completion, GeneratedBranch
 from agentkv.client.context_group import AsyncContextGroup
@@ -22,6 +23,7 @@ from agentkv.client.messages import (
     Lease,
     SamplingOptions,
 )
+from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import (
     Choice,
@@ -259,6 +261,34 @@ class AsyncContextHandle(HandleBase):
     async def park(self, *, timeout: float | None = None) -> LeaseInfo:
         """Lets the KV leave the device while a tool runs; the next call brings it back."""
         return await self.update_lease(LeaseMode.PARK, timeout=timeout)
+
+    async def save(
+        self,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+        timeout: float | None = None,
+    ) -> SnapshotInfo:
+        """Saves the context to the server's disk, to be restored by name even after a restart.
+
+        Args:
+            name: 1 to 128 letters, digits, points, dashes or underscores.
+            recursive: Whether everything forked from it is saved too, shared tokens once.
+            with_kv: Whether its KV is saved, so that nothing has to be computed again.
+            overwrite: Whether a snapshot of this name is replaced.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequest: The name is none or in use, or the server keeps no snapshots.
+            PoolExhausted: Your snapshots, or the server's disk, are full.
+        """
+        return await self._driver.run(
+            snapshot_calls.save(
+                self._state.session, self.id, name, recursive, with_kv, overwrite, timeout
+            )
+        )
 
     async def release(self, *, recursive: bool = False, timeout: float | None = None) -> Released:
         """Releases the context; its branches live on. Releasing twice is fine.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from agentkv.client import handle_state
+from agentkv.client import handle_state, snapshot_calls
 from agentkv.client.context_handle import ContextHandle
 from agentkv.client.drive import Driver
 from agentkv.client.grpc_transport import GrpcTransport
@@ -13,6 +13,7 @@ from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
+from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
 from agentkv.client.transport import Transport
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
@@ -156,6 +157,45 @@ class Client:
             NotFound: There is no such tree, or it ended long ago.
         """
         return self._driver.run(self._session.usage_of(None, root_id, timeout))
+
+    def restore(
+        self,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: Lease | None = None,
+        timeout: float | None = None,
+    ) -> "RestoredContexts[ContextHandle]":
+        """Makes contexts of a snapshot: new handles, the same tokens and lineage.
+
+        Args:
+            name: Of the snapshot.
+            with_kv: Whether its KV is used; otherwise, or where it cannot be, the next use of a
+                context computes it.
+            lease: Of every context; None: the one it had when it was saved.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is none of this name.
+            ContextLost: It is damaged.
+            InvalidRequest: It was made with another model, or the server keeps no snapshots.
+            PoolExhausted: There would be too many contexts or pins.
+        """
+        restored = self._driver.run(
+            snapshot_calls.restore(self._session, name, with_kv, lease, timeout)
+        )
+        handles = tuple(ContextHandle(self._driver, state) for state in restored.handles)
+        return RestoredContexts(
+            handles, restored.saved_ids, restored.num_kv_tokens, restored.kv_refusal
+        )
+
+    def list_snapshots(self, *, timeout: float | None = None) -> Sequence[SnapshotInfo]:
+        """Lists the caller's snapshots by name, but for damaged ones."""
+        return self._driver.run(snapshot_calls.all_snapshots(self._session, timeout))
+
+    def delete_snapshot(self, name: str, *, timeout: float | None = None) -> None:
+        """Removes a snapshot, a damaged one too; one that is gone already is passed over."""
+        self._driver.run(snapshot_calls.delete(self._session, name, timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""

@@ -62,6 +62,7 @@ class SamplingOptions(TypedDict, total=False):
     constraint: Constraint | None
     """What the text must match; None: nothing."""
     top_logprobs: int
+    num_speculative_tokens: int | None
 
 
 def create(
@@ -119,6 +120,36 @@ def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.Update
         return pb.UpdateLeaseRequest(
             context_id=context_id, lease=_lease(lease), recursive=recursive
         )
+
+
+def save(
+    context_id: str, name: str, *, recursive: bool, tokens_only: bool, overwrite: bool
+) -> pb.SaveRequest:
+    """Builds a Save request."""
+    with _refusing_bad_values():
+        return pb.SaveRequest(
+            context_id=context_id,
+            name=name,
+            recursive=recursive,
+            tokens_only=tokens_only,
+            overwrite=overwrite,
+        )
+
+
+def restore(
+    name: str, lease: Lease | None, request_id: str, *, tokens_only: bool
+) -> pb.RestoreRequest:
+    """Builds a Restore request."""
+    with _refusing_bad_values():
+        return pb.RestoreRequest(
+            name=name, tokens_only=tokens_only, lease=_lease(lease), request_id=request_id
+        )
+
+
+def delete_snapshot(name: str) -> pb.DeleteSnapshotRequest:
+    """Builds a DeleteSnapshot request."""
+    with _refusing_bad_values():
+        return pb.DeleteSnapshotRequest(name=name, allow_missing=True)
 
 
 def extend(

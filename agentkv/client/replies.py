@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from agentkv import status
 from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
@@ -162,6 +163,19 @@ def change(message: pb.WatchEvent) -> ContextChange:
         fork_position=told.fork_position,
         length=told.length,
         lease=lease(told.lease),
+    )
+
+
+def snapshot(message: pb.Snapshot) -> SnapshotInfo:
+    """Reads what is known of a snapshot."""
+    return SnapshotInfo(
+        name=message.name,
+        create_time=message.create_time.ToDatetime(tzinfo=UTC),
+        model_name=message.model_name,
+        num_contexts=message.num_contexts,
+        num_tokens=message.num_tokens,
+        num_kv_tokens=message.num_kv_tokens,
+        num_bytes=message.num_bytes,
     )
 
 

@@ -130,7 +130,8 @@ class Quotas:
 
         Args:
             tenant: Whose quota it is.
-            need: Blocks the request needs beside those on its path.
+            need: Blocks the request needs beside those on its path. Where its path alone, held
+                again, exceeds the quota, the answer counts that as needed too.
             room: Blocks of the quota beside all that is held and the request's path.
             room_if_idle_gave_way: The same if the tenant's idle contexts gave up theirs.
             own: Blocks on the request's path.
@@ -140,6 +141,7 @@ class Quotas:
         free, held = max(0, room), self._tree.root(tenant).held_below[Hold.KV]
         reclaimable = max(0, room_if_idle_gave_way) - free
         is_possible = own + need <= limit
+        need += max(0, -room_if_idle_gave_way)
         advice = "Release or unpin contexts" if is_possible else "Use a shorter context"
         return _refusal(
             f"{need} more blocks are needed; of the quota of {limit} blocks {free} are free and "

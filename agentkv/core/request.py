@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
+from agentkv.core.drafter import Drafter
 from agentkv.core.matcher import Matcher
 from agentkv.core.token_counter import TokenCounter
 from agentkv.core.token_rules import TokenRules
@@ -64,6 +65,8 @@ class Request:
     """The same before `params.min_tokens` are generated: no token ends it then."""
     counter: TokenCounter | None = None
     """Tokens that penalties count, all of them committed; None without penalties."""
+    drafter: Drafter | None = None
+    """How far steps guess ahead; None: not at all."""
     next_scored: int | None = None
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
@@ -77,6 +80,8 @@ class Request:
     cached_tokens: int | None = None
     """Known once it is first scheduled."""
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     """Of the scored tokens so far."""
 
@@ -88,13 +93,18 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Tokens run, reused and made so far."""
-        return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
+        return Usage(
+            self.computed_tokens,
+            self.cached_tokens or 0,
+            self.generated_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
+        )
 
-    @property
-    def rules_now(self) -> TokenRules | None:
-        """What holds for the next token."""
+    def rules_after(self, num_more: int = 0) -> TokenRules | None:
+        """What holds for the next token once so many more are generated."""
         assert self.params is not None
-        is_early = self.generated_tokens < self.params.min_tokens
+        is_early = self.generated_tokens + num_more < self.params.min_tokens
         return self.early_rules if is_early else self.rules
 
     @property
@@ -119,5 +129,5 @@ class Event(NamedTuple):
     finish: FinishReason | None = None
     error: AgentKVError | None = None
     top: TopLogprobs | None = None
-    forced: tuple[int, ...] = ()
-    """Tokens committed after `token` because its constraint leaves no other."""
+    num_later: int = 0
+    """Tokens that the same step committed after this one."""

@@ -3,6 +3,7 @@
 It decides nothing: what a verb means is `Engine`'s affair.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from agentkv.config import LeaseConfig, LimitsConfig
@@ -24,10 +25,14 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
+from agentkv.engine.snapshots import Snapshots
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 
@@ -42,6 +47,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = EngineThread(engine)
+        self._snapshots = Snapshots(engine, self._thread)
 
     @property
     def limits(self) -> LimitsConfig:
@@ -76,6 +82,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
+        await asyncio.to_thread(self._snapshots.close)
         self._engine.close()
 
     async def wait_ended(self) -> bool:
@@ -286,6 +293,43 @@ class AsyncEngine:
         return await self._thread.call(
             lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
         )
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Saves a context or a tree; see `Snapshots.save`."""
+        return await self._snapshots.save(
+            tenant, context_id, name, recursive=recursive, with_kv=with_kv, overwrite=overwrite
+        )
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        """Makes contexts of a snapshot; see `Snapshots.restore`."""
+        return await self._snapshots.restore(
+            tenant, name, with_kv=with_kv, lease=lease, request_id=request_id
+        )
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        """Lists a tenant's snapshots by name."""
+        return await self._snapshots.list(tenant)
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        """Removes a snapshot; see `Snapshots.delete`."""
+        await self._snapshots.delete(tenant, name)
 
     async def view(self) -> EngineView:
         """Describes the engine."""

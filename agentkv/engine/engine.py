@@ -22,6 +22,7 @@ from agentkv.core.block_pool import BlockPool
 from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.eviction import flush
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
@@ -42,6 +43,8 @@ from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Mover, Runner
+from agentkv.engine.snapshot_desk import KVPorter, SnapshotDesk
+from agentkv.engine.snapshot_store import SnapshotFolder
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.engine.tool_format import ToolCall
@@ -71,12 +74,15 @@ class Engine:
         leases: LeaseConfig,
         pressure: PressureConfig,
         quotas: QuotasConfig | None = None,
+        porter: KVPorter | None = None,
+        snapshot_folder: SnapshotFolder | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
+        propose: Propose = look_up,
     ) -> None:
         assert mover is not None or not pool.host_blocks
         self.facts = facts
@@ -98,15 +104,27 @@ class Engine:
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
-        self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
+        self._scheduler = Scheduler(
+            self._store, scheduler, max_length=facts.max_length, propose=propose
+        )
         self._loop = StepLoop(
             self._scheduler, runner, self._store, self._tick, mover=mover, timer=timer
         )
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
+        self._factory = RequestFactory(
+            self._tree,
+            end_token_ids,
+            new_seed,
+            facts.vocab_size,
+            scheduler.num_speculative_tokens,
+        )
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
+        self.snapshot_folder = snapshot_folder
+        self.snapshots = SnapshotDesk(
+            self._store, self._leases, facts, limits, clock, self._tick, porter
+        )
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -415,6 +433,24 @@ class Engine:
         for leased in contexts:
             self._scheduler.park_if_leased(leased)
         return Leased(self._store.view(context), len(contexts), self.pool_view())
+
+    # -- durability --------------------------------------------------------------------------
+
+    def find_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object
+    ) -> object | None:
+        """Finds the answer to an earlier call with this id; None when there is none.
+
+        Raises:
+            InvalidRequest: The id was used with another body.
+        """
+        return self._replies.find(tenant, method, request_id, body, self._clock())
+
+    def record_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object, answer: object
+    ) -> None:
+        """Remembers an answer for a repeat of the call."""
+        self._replies.record(tenant, method, request_id, body, answer, self._clock())
 
     # -- observers ---------------------------------------------------------------------------
 

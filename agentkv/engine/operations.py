@@ -11,7 +11,7 @@ from agentkv.core.batch import TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.views import ContextView, PoolView, Usage
-from agentkv.engine.detokenizer import Detokenizer, TextDelta
+from agentkv.engine.detokenizer import Detokenizer
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -195,31 +195,31 @@ class Generation(Operation):
         return news
 
     def on_event(self, event: Event) -> None:
-        """Adds tokens to their branch, and ends the branch at a stop text."""
+        """Adds a token to its branch, and ends the branch at a stop text."""
         branch, request = self._branches[event.request], event.request
-        delta, num_before_stop = TextDelta(""), None
-        tokens = () if event.token is None else (event.token, *event.forced)
-        for number, token in enumerate(tokens):
-            branch.token_ids.append(token)
-            if event.finish is FinishReason.STOP and token in request.end_token_ids:
-                num_before_stop = request.generated_tokens - 1  # committed, its text withheld
-                break
-            delta = branch.detokenizer.push(token)
-            branch.text += delta.text
-            if delta.stopped is not None:
-                event = event._replace(finish=FinishReason.STOP, error=None)
-                num_before_stop = delta.num_tokens_before_stop
-                self._end(request, len(tokens) - 1 - number)  # forced tokens that came after it
-                break
-        if event.logprob is not None:
-            branch.logprobs.append(event.logprob)
-        if event.top is not None:
-            branch.top_logprobs.append(event.top)
-        if event.finish is None:
+        reason, stop, num_before_stop = event.finish, None, None
+        if event.token is not None:
+            branch.token_ids.append(event.token)
+            if event.logprob is not None:
+                branch.logprobs.append(event.logprob)
+            if event.top is not None:
+                branch.top_logprobs.append(event.top)
+            if event.token in request.end_token_ids:  # committed, its text withheld
+                num_before_stop = request.generated_tokens - 1
+            else:
+                delta = branch.detokenizer.push(event.token)
+                branch.text += delta.text
+                if delta.stopped is not None:
+                    event = event._replace(error=None)
+                    reason, stop = FinishReason.STOP, delta.stopped
+                    num_before_stop = delta.num_tokens_before_stop
+        if reason is None:
             return
-        if delta.stopped is None:
+        if event.finish is None:
+            self._end(request, event.num_later)
+        if stop is None:
             branch.text += branch.detokenizer.flush()
-        self._finish(event, branch.number, event.finish, delta.stopped, num_before_stop)
+        self._finish(event, branch.number, reason, stop, num_before_stop)
 
     def _finish(
         self,

@@ -136,6 +136,45 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotView:
+    """A snapshot as its owner sees it."""
+
+    name: str
+    create_time: float
+    """Seconds since the epoch."""
+    model_name: str
+    num_contexts: int
+    num_tokens: int
+    """Tokens, shared ones once."""
+    num_kv_tokens: int
+    """Those of them whose KV it holds."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Answer of Save."""
+
+    snapshot: SnapshotView
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Answer of Restore."""
+
+    contexts: tuple[ContextView, ...]
+    """Ancestors first."""
+    saved_ids: tuple[str, ...]
+    """Their handles when they were saved, in the same order."""
+    num_kv_tokens: int
+    """Tokens whose KV came back; the others are computed at the next use."""
+    kv_refusal: str
+    """Why KV that the snapshot has was not used; empty when all of it was, or none was wanted."""
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a client may want to know of the model."""
 

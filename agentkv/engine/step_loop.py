@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
-from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler, Step
 from agentkv.engine.cost_meter import CostMeter
 from agentkv.engine.grammar import GrammarMatcher
@@ -116,9 +116,10 @@ class StepLoop:
 
         Args:
             request: One that is known here.
-            num_dropped: Tokens to take back: those of a run that came after its end.
+            num_dropped: Tokens to take back: those that a step committed after its end.
         """
-        if self._operations.pop(request, None) is not None:  # else the step has ended it
+        self._operations.pop(request, None)
+        if request.status is not RequestStatus.DONE:  # else the step has ended it
             self.scheduler.finish(request)
         if num_dropped:
             request.generated_tokens -= num_dropped
@@ -146,6 +147,8 @@ class StepLoop:
     def _dispatch(self, events: Sequence[Event]) -> list[Operation]:
         touched: dict[Operation, None] = {}
         for event in events:
+            if event.request not in self._operations:
+                continue  # a token before this one ended it
             operation = self._operations[event.request]
             if event.finish is not None:
                 del self._operations[event.request]

@@ -138,7 +138,7 @@ class Checks:
         return dict(sorted(labels.items()))
 
     def lease(
-        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest
+        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest | pb.RestoreRequest
     ) -> LeaseTerms | None:
         """Checks the lease that is asked for; None when the caller named none.
 
@@ -155,6 +155,11 @@ class Checks:
         )
         ttl = options.ttl if options.HasField("ttl") else None
         return LeaseTerms(LEASE_MODES.get(options.mode), ttl, options.may_reduce)
+
+    def snapshot_name(self, value: str) -> str:
+        """Checks that a name was given; which names there may be is the engine's to say."""
+        self._require(bool(value), "name", "must name a snapshot")
+        return value
 
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""

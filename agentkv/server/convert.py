@@ -25,6 +25,8 @@ from agentkv.engine.outputs import (
     EngineView,
     Finish,
     ModelFacts,
+    Restored,
+    SnapshotView,
     Update,
 )
 from agentkv.errors import AgentKVError, PoolExhausted
@@ -154,6 +156,8 @@ def usage(value: Usage) -> pb.Usage:
         computed_tokens=value.computed_tokens,
         cached_tokens=value.cached_tokens,
         generated_tokens=value.generated_tokens,
+        drafted_tokens=value.drafted_tokens,
+        accepted_tokens=value.accepted_tokens,
     )
 
 
@@ -229,6 +233,31 @@ def extended(value: Committed) -> pb.ExtendResponse:
         usage=usage(value.usage),
         pool=pool(value.pool),
         logprobs=value.logprobs,
+    )
+
+
+def snapshot(view: SnapshotView) -> pb.Snapshot:
+    """Translates a snapshot."""
+    message = pb.Snapshot(
+        name=view.name,
+        model_name=view.model_name,
+        num_contexts=view.num_contexts,
+        num_tokens=view.num_tokens,
+        num_kv_tokens=view.num_kv_tokens,
+        num_bytes=view.num_bytes,
+    )
+    message.create_time.FromNanoseconds(int(view.create_time * 1e9))
+    return message
+
+
+def restored(value: Restored) -> pb.RestoreResponse:
+    """Translates the answer of Restore."""
+    return pb.RestoreResponse(
+        contexts=[context(view) for view in value.contexts],
+        saved_ids=value.saved_ids,
+        num_kv_tokens=value.num_kv_tokens,
+        kv_refusal=value.kv_refusal,
+        pool=pool(value.pool),
     )
 
 

@@ -23,7 +23,10 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
@@ -200,6 +203,39 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
     ) -> Leased:
         """Renews or replaces leases, all or none."""
+        ...
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Saves a context or a tree, whole or not at all."""
+        ...
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        """Makes contexts of a snapshot, all or none."""
+        ...
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        """Lists a tenant's snapshots."""
+        ...
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        """Removes a snapshot."""
         ...
 
     def watch(self, tenant: str) -> UpdateStream[WatchUpdate]:

@@ -13,6 +13,7 @@ from agentkv.constraint import Constraint, Continued
 from agentkv.core.lease import DEFAULT_TERMS
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
+from agentkv.errors import NotFound
 from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
 from agentkv.server.encoding import encode_inputs, encode_prompt
@@ -188,6 +189,62 @@ class ContextService(pb_grpc.ContextServiceServicer):
             num_updated=leased.num_updated,
             pool=convert.pool(leased.pool),
         )
+
+    async def Save(self, request: pb.SaveRequest, rpc: Rpc) -> pb.SaveResponse:
+        """Saves a context or a tree."""
+        checks = self._checks(request)
+        context_id = checks.context_id(request.context_id)
+        name = checks.snapshot_name(request.name)
+        checks.finish()
+        saved = await self._engine.save(
+            tenant_of(rpc),
+            context_id,
+            name,
+            recursive=request.recursive,
+            with_kv=not request.tokens_only,
+            overwrite=request.overwrite,
+        )
+        return pb.SaveResponse(
+            snapshot=convert.snapshot(saved.snapshot), pool=convert.pool(saved.pool)
+        )
+
+    async def Restore(self, request: pb.RestoreRequest, rpc: Rpc) -> pb.RestoreResponse:
+        """Makes contexts of a snapshot."""
+        checks = self._checks(request)
+        name = checks.snapshot_name(request.name)
+        lease = checks.lease(request)
+        request_id = checks.request_id(request.request_id)
+        checks.finish()
+        restored = await self._engine.restore(
+            tenant_of(rpc),
+            name,
+            with_kv=not request.tokens_only,
+            lease=lease,
+            request_id=request_id,
+        )
+        return convert.restored(restored)
+
+    async def ListSnapshots(
+        self, request: pb.ListSnapshotsRequest, rpc: Rpc
+    ) -> pb.ListSnapshotsResponse:
+        """Lists the caller's snapshots."""
+        self._checks(request).finish()
+        found = await self._engine.list_snapshots(tenant_of(rpc))
+        return pb.ListSnapshotsResponse(snapshots=[convert.snapshot(item) for item in found])
+
+    async def DeleteSnapshot(
+        self, request: pb.DeleteSnapshotRequest, rpc: Rpc
+    ) -> pb.DeleteSnapshotResponse:
+        """Removes a snapshot."""
+        checks = self._checks(request)
+        name = checks.snapshot_name(request.name)
+        checks.finish()
+        try:
+            await self._engine.delete_snapshot(tenant_of(rpc), name)
+        except NotFound:
+            if not request.allow_missing:
+                raise
+        return pb.DeleteSnapshotResponse()
 
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""

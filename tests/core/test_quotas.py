@@ -49,6 +49,20 @@ def test_contexts_and_depth_and_fan_out() -> None:
     bench.end()
 
 
+def test_a_path_that_would_be_held_again_counts_as_needed() -> None:
+    """Catches a refusal of "0 more blocks": cached KV of a context beside pins at the quota."""
+    bench = bench_with(block_size=1, blocks=4)
+    pinned = bench.create(numbers(1, 2), pinned=True)
+    idle = bench.create(numbers(2, 2))
+    bench.extend(pinned, numbers(3, 2))  # the other gives way, and its KV stays as cache
+    with pytest.raises(PoolExhausted) as error:
+        bench.generate(idle, 1)
+    metadata = refusal_of(error, "blocks").metadata
+    need, free, reclaimable = (float(metadata[name]) for name in ("need", "free", "reclaimable"))
+    assert need > free + reclaimable
+    bench.end()
+
+
 def test_blocks_make_only_the_tenants_own_idle_contexts_give_way() -> None:
     """Catches a tenant at its quota that pushes out others, or that is refused too early."""
     bench = bench_with(blocks=6)

@@ -129,7 +129,8 @@ def run_program(
 ) -> TwinBench:
     """Runs a program to its end, compares every leaf, and gives everything back."""
     plain, model = models(family)
-    scheduler = SchedulerConfig(token_budget=24, chunk_size=7)
+    # Drafts too, where tokens happen to repeat; tests of the engine force them.
+    scheduler = SchedulerConfig(token_budget=24, chunk_size=7, num_speculative_tokens=4)
     made = TinyEngine(
         model,
         num_blocks=NUM_BLOCKS,

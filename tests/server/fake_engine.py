@@ -35,7 +35,10 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
@@ -191,6 +194,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.facts = FACTS
         self.contexts: dict[str, FakeContext] = {}
+        self.snapshots: dict[str, SnapshotView] = {}
         self.failures: dict[str, BaseException] = {}
         self.chunk_text = "x"
         self.branch_error: AgentKVError | None = None
@@ -352,6 +356,49 @@ class FakeEngine:
         reductions = (LeaseReduction.MAX_TTL,) if terms.may_reduce else ()
         context.lease = Lease(terms.mode or context.lease.mode, terms.ttl or 60.0, reductions)
         return Leased(context.view(), num_updated=2 if recursive else 1, pool=POOL)
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        await self._begin("save")
+        length = len(self._find(context_id).tokens)
+        num_kv_tokens = length if with_kv else 0
+        self.snapshots[name] = SnapshotView(
+            name, 1_700_000_000.5, "fake", 1 + recursive, length, num_kv_tokens, 77 + overwrite
+        )
+        return Saved(self.snapshots[name], POOL)
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        await self._begin("restore")
+        context = FakeContext(f"restored by {request_id}", [1, 2, 3])
+        if lease is not None and lease.mode is not None:
+            context.lease = Lease(lease.mode, 60.0)
+        num_kv_tokens = self.snapshots[name].num_kv_tokens if with_kv else 0
+        return Restored((context.view(),), ("saved",), num_kv_tokens, "why not", POOL)
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        await self._begin("list_snapshots")
+        return list(self.snapshots.values())
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        await self._begin("delete_snapshot")
+        if self.snapshots.pop(name, None) is None:
+            raise NotFound("None.", reason=Reason.SNAPSHOT_NOT_FOUND)
 
     def watch(self, tenant: str) -> "FakeStream[WatchUpdate]":
         self.calls.append("watch")
