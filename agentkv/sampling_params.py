@@ -18,6 +18,7 @@ MAX_LISTED_TOKENS = 4096
 """Most tokens that one option may list: biased, allowed, banned."""
 MAX_TOP_LOGPROBS = 64
 MAX_BIAS = 1000.0
+MAX_SPECULATIVE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class SamplingParams:
     """Names the random stream, in [0, 2**63); None draws one and reports it."""
     stop: tuple[str, ...] = ()
     """Texts that end generation; their text is withheld from the stream, their tokens committed."""
+    include_stop: bool = False
+    """Whether the stop that ends generation is part of the text after all."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation; the id is committed, its text withheld."""
     ignore_eos: bool = False
@@ -77,6 +80,9 @@ class SamplingParams:
     """Report the log-probability of each generated token, before every option here."""
     top_logprobs: int = 0
     """Report also the most likely tokens at each position, in [0, 64]; needs `logprobs`."""
+    num_speculative_tokens: int | None = None
+    """Most tokens that a step may guess ahead and check at once, in [0, 64]; 0 guesses none, None
+    leaves it to the server. It changes how fast tokens come, and not which."""
 
     def __post_init__(self) -> None:
         violations = dict(_violations(self))
@@ -122,6 +128,11 @@ _RANGES = (
     _Range("frequency_penalty", lambda p: -100 <= p <= 100, "[-100, 100]"),
     _Range("seed", lambda n: 0 <= n < MAX_SEED, "[0, 2**63)"),
     _Range("top_logprobs", lambda n: 0 <= n <= MAX_TOP_LOGPROBS, f"[0, {MAX_TOP_LOGPROBS}]"),
+    _Range(
+        "num_speculative_tokens",
+        lambda n: 0 <= n <= MAX_SPECULATIVE_TOKENS,
+        f"[0, {MAX_SPECULATIVE_TOKENS}]",
+    ),
 )  # NaN is in no range: it compares with nothing
 
 SIZES = {

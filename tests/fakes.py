@@ -36,6 +36,7 @@ from agentkv.core.batch import (
 )
 from agentkv.core.block_move import BlockMove, Place, Tier
 from agentkv.core.block_pool import BlockPool
+from agentkv.core.drafter import Propose, look_up
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.tokenizer import Tokenizer
@@ -90,6 +91,12 @@ def continuation(tokens: Sequence[int], count: int, stream: Stream | None = None
     for _ in range(count):
         path.append(next_token(path, stream))
     return path[len(tokens) :]
+
+
+def mostly_right(tokens: "array[int]", limit: int) -> list[int]:
+    """Guesses what the model says greedily, but for a token here and there."""
+    guesses = continuation(tokens, limit)
+    return [guess if guess % 4 else guess + 1 for guess in guesses]
 
 
 def _choose(folded: int, position: int, stream: Stream | None) -> int:
@@ -324,6 +331,7 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
     timer: Callable[[], float] = lambda: 1000.0,
+    propose: Propose = look_up,
 ) -> Engine:
     """Puts an engine on a fake model: ids are c0, c1, ..., seeds 1, 2, ..., and time stands still.
 
@@ -344,6 +352,7 @@ def make_engine(
         tokenizer: One made earlier, to save time; else one is made from `pieces`.
         clock: Seconds since the epoch.
         timer: Seconds that only grow, for the bills.
+        propose: Where drafts come from.
     """
     numbers, seeds = itertools.count(), itertools.count(1)
     runner = runner or FakeModelRunner(num_blocks, block_size)
@@ -378,6 +387,7 @@ def make_engine(
         clock=clock,
         mover=runner,
         timer=timer,
+        propose=propose,
     )
     runner.pool = engine._tree.pool
     return engine

@@ -149,7 +149,7 @@ def test_only_unary_calls_are_repeated_by_request_id(contract: FileDescriptorPro
         for message in contract.message_type
         if any(field.name == "request_id" for field in message.field)
     }
-    assert takers == {"CreateRequest", "ForkRequest"}
+    assert takers == {"CreateRequest", "ForkRequest", "RestoreRequest"}
 
 
 def test_requests_and_responses_carry_their_methods_names(contract: FileDescriptorProto) -> None:

@@ -5,6 +5,7 @@ expected answer.
 """
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from agentkv.core.block_pool import BlockPool
 from agentkv.core.context_tree import ContextTree
 from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
+from agentkv.engine.snapshot_store import SnapshotFolder
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.model.block_mover import BlockMover
 from agentkv.model.disk_store import DiskStore
 from agentkv.model.graph_sizes import Levels, levels
 from agentkv.model.host_store import CompactStore
 from agentkv.model.kv_cache import KVCache
+from agentkv.model.kv_image import KVImages
 from agentkv.model.loader import LoadedModel
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
@@ -59,8 +62,10 @@ class TinyEngine:
         implementation: Implementation | None = None,
         max_graph_rows: int | None = None,
         make_levels: Levels = levels,
+        end_token_ids: Collection[int] = (),
+        snapshot_folder: SnapshotFolder | None = None,
     ) -> None:
-        """Puts an engine on a model; seeds are 1, 2, ... and nothing ends a generation early.
+        """Puts an engine on a model; seeds are 1, 2, ...
 
         Args:
             model: Switched to AgentKV's attention, and left so.
@@ -75,6 +80,8 @@ class TinyEngine:
             implementation: Of the kernels; None takes the one for the device.
             max_graph_rows: Rows of the largest step that runs as a graph; None: none does.
             make_levels: Says how many programs graphs start.
+            end_token_ids: Tokens that end a generation; none does otherwise.
+            snapshot_folder: Where contexts can be saved; None: nowhere.
         """
         shape = describe_model(model)
         self.kv = KVCache(shape, num_blocks=num_blocks, block_size=block_size)
@@ -107,7 +114,9 @@ class TinyEngine:
             limits=LimitsConfig(),
             leases=LeaseConfig(),
             pressure=PressureConfig(),
-            end_token_ids=frozenset(),
+            end_token_ids=frozenset(end_token_ids),
+            porter=KVImages(self.kv),
+            snapshot_folder=snapshot_folder,
             new_id=lambda: f"c{next(numbers)}",
             new_seed=lambda: next(seeds),
             mover=BlockMover(self.host, disk),

@@ -71,7 +71,7 @@ class TinyGguf:
         writer = GGUFWriter(path, self.architecture)
         for key, value in (self._keys() | self.keys).items():
             _add(writer, key, value)
-        tensors = gguf_tensors(self.model) | dict(self.more_tensors)
+        tensors = self.tensors() | dict(self.more_tensors)
         for name, weight in tensors.items():
             if name == self.without:
                 continue
@@ -82,6 +82,10 @@ class TinyGguf:
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+    def tensors(self) -> dict[str, Array]:
+        """Weights as the file has them; float32, not quantised."""
+        return gguf_tensors(self.model)
 
     def _keys(self) -> dict[str, object]:
         config: Any = self.model.config

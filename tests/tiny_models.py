@@ -11,23 +11,41 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCAB_SIZE = 97
@@ -144,6 +162,68 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         v_head_dim=8,
         head_dim=None,
     ),
+    "deepseek_v2": _config(
+        DeepseekV2Config,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        head_dim=None,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+    ),
+    "gemma": _config(GemmaConfig),
+    "phi": _config(PhiConfig, head_dim=None, partial_rotary_factor=0.5),
+    "phi3": _config(Phi3Config, head_dim=None, sliding_window=WINDOW),
+    "olmo2": _config(Olmo2Config, head_dim=None),
+    "olmo3": _config(Olmo3Config, head_dim=None, sliding_window=WINDOW, layer_types=_MIXED),
+    "olmoe": _config(OlmoeConfig, head_dim=None, num_experts=4, num_experts_per_tok=2),
+    "smollm3": _config(SmolLM3Config, head_dim=None, no_rope_layers=[1, 0]),
+    "granite": _config(
+        GraniteConfig,
+        head_dim=None,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "granitemoe": _config(
+        GraniteMoeConfig,
+        head_dim=None,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    ),
+    "cohere": _config(CohereConfig, head_dim=None, logit_scale=0.25, use_qk_norm=True),
+    "cohere2": _config(Cohere2Config, logit_scale=0.25, sliding_window=WINDOW, layer_types=_MIXED),
+    "qwen2_moe": _config(
+        Qwen2MoeConfig,
+        head_dim=None,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "qwen3_moe": _config(
+        Qwen3MoeConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+    ),
+    "mixtral": _config(
+        MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "starcoder2": _config(Starcoder2Config, head_dim=None, sliding_window=WINDOW),
+    "glm4": _config(Glm4Config, partial_rotary_factor=0.5),
+    "exaone4": _config(Exaone4Config, head_dim=None, sliding_window=WINDOW, layer_types=_MIXED),
     "falcon": _config(FalconConfig, head_dim=None),
     "llama4": _config(
         Llama4TextConfig,
@@ -152,6 +232,10 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         num_local_experts=2,
     ),
 }
+
+REFUSED_FAMILIES = frozenset({"falcon", "llama4"})
+PROVEN_FAMILIES = tuple(sorted(set(FAMILIES) - REFUSED_FAMILIES))
+"""What must come out right on shared blocks."""
 
 
 def build_tiny_model(

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from agentkv.cli.info import info
 from agentkv.cli.models import models
 from agentkv.cli.serve import serve
+from agentkv.cli.snapshots import restore, save, snapshots
 from agentkv.cli.tree import tree
 from agentkv.cli.usage import usage
 from agentkv.cli.watch import watch
@@ -54,6 +55,9 @@ app.command()(watch)
 app.command()(info)
 app.command()(models)
 app.command()(usage)
+app.command()(save)
+app.command()(restore)
+app.command()(snapshots)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -21,6 +21,7 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
     return {
         "Server": f"{address}, version {info.server_version}, {', '.join(info.api_versions)}",
         "Model": f"{model.name} ({model.architecture}, {model.dtype}, {model.num_layers} layers)",
+        **({"Adapters": ", ".join(model.adapters)} if model.adapters else {}),
         "Contexts": f"{counters.num_contexts} now, at most {model.max_length:,} tokens each",
         "Requests": f"{counters.num_running} running, {counters.num_waiting} waiting",
         "Pool": (

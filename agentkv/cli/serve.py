@@ -20,12 +20,14 @@ from rich.logging import RichHandler
 from agentkv.cli.sizes import format_bytes, parse_bytes
 from agentkv.cli.tables import facts_table
 from agentkv.config import (
+    AdapterConfig,
     EngineConfig,
     LeaseConfig,
     PressureConfig,
     QuotasConfig,
     SchedulerConfig,
     ServerConfig,
+    SnapshotConfig,
 )
 from agentkv.errors import InvalidRequest
 
@@ -51,6 +53,13 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _adapter(text: str) -> AdapterConfig:
+    name, separator, path = text.partition("=")
+    if not (separator and path):
+        raise InvalidRequest(f"--adapter takes NAME=PATH, got {text!r}.")
+    return AdapterConfig(name, path)
 
 
 def serve(
@@ -144,10 +153,26 @@ def serve(
             "kernels were compiled and the model is large enough to gain."
         ),
     ] = "auto",
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=PATH",
+            help="LoRA adapter that contexts may be created with: a folder as PEFT saves it. May "
+            "be given several times.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads to compute with. By default one per core.")
     ] = None,
     token_budget: Annotated[int, typer.Option(help="Most tokens computed by one step.")] = 512,
+    speculate: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step guesses ahead from the text before, and checks at once; "
+            "0 leaves it to clients that ask. Guesses change how fast tokens come, and not which."
+        ),
+    ] = 0,
     lease_ttl: Annotated[
         float, typer.Option(help="Seconds without use after which a lease expires by default.")
     ] = 3600.0,
@@ -212,6 +237,22 @@ def serve(
             "differs. By default no limits beyond the server's own.",
         ),
     ] = None,
+    snapshot_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where clients may save contexts, to be restored after a restart. By default "
+            "nowhere: Save and Restore are refused.",
+        ),
+    ] = None,
+    snapshot_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_bytes,
+            metavar="SIZE",
+            help="Disk space that the snapshots of one tenant may take. By default 16GiB.",
+        ),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="How much to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a model until Ctrl-C.
@@ -230,6 +271,7 @@ def serve(
         dtype=dtype,
         device=device,
         weights=weights,
+        adapters=tuple(_adapter(text) for text in adapters or ()),
         block_size=block_size,
         num_blocks=num_blocks,
         kv_memory=kv_memory,
@@ -246,7 +288,9 @@ def serve(
         batch_invariant=batch_invariant,
         max_length=max_length,
         num_threads=threads,
-        scheduler=SchedulerConfig(token_budget=token_budget, watermark=watermark),
+        scheduler=SchedulerConfig(
+            token_budget=token_budget, watermark=watermark, num_speculative_tokens=speculate
+        ),
         leases=LeaseConfig(
             default_ttl=lease_ttl,
             max_ttl=max_lease_ttl,
@@ -255,6 +299,9 @@ def serve(
         ),
         pressure=PressureConfig(soft=soft_pressure, hard=hard_pressure),
         quotas=QuotasConfig() if quotas is None else read_quotas(quotas),
+        snapshots=SnapshotConfig(
+            dir=snapshot_dir, max_bytes=snapshot_bytes or SnapshotConfig().max_bytes
+        ),
     )
     wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:
@@ -323,6 +370,7 @@ def summarise(view: "EngineView", address: str) -> dict[str, str]:
     return {
         "Model": f"{model.name} ({model.architecture}, {model.dtype})",
         "Weights": f"{model.weights}, {format_bytes(model.weight_bytes)}",
+        **({"Adapters": ", ".join(model.adapters)} if model.adapters else {}),
         "Pool": (
             f"{pool.total:,} blocks of {pool.block_size} tokens, "
             f"{format_bytes(model.bytes_per_block)} each, {format_bytes(size)} in all"

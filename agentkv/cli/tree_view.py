@@ -74,6 +74,8 @@ def _line(context: ContextInfo) -> Text:
         " + ",
         (f"{context.shared_blocks} shared", "green"),
     )
+    if context.adapter:
+        line.append(f"  adapter {context.adapter}", "blue")
     for mark in _marks(context):
         line.append(f"  {mark}", "bold magenta")
     if context.labels:

@@ -49,6 +49,12 @@ class BranchRecord:
                 if message.HasField("num_tokens_before_stop")
                 else None
             ),
+            num_characters_before_stop=(
+                message.num_characters_before_stop
+                if message.HasField("num_characters_before_stop")
+                else None
+            ),
             error=error,
+            tool_calls=tuple(map(replies.tool_call, message.tool_calls)),
         )
         return self.completion

@@ -4,20 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from agentkv.client import handle_state
+from agentkv.client import handle_state, snapshot_calls
 from agentkv.client.context_handle import ContextHandle
 from agentkv.client.drive import Driver
 from agentkv.client.grpc_transport import GrpcTransport
 from agentkv.client.leaving import not_hiding
-from agentkv.client.messages import NO_LABELS, ChatTurn, Lease
+from agentkv.client.messages import NO_LABELS, ChatOptions, ChatTurn, Lease
 from agentkv.client.retry import DEFAULT_RETRY, RetryPolicy
 from agentkv.client.server_info import ServerInfo
 from agentkv.client.session import Session
+from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
 from agentkv.client.transport import Transport
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import ContextInfo, PoolInfo, Usage
 from agentkv.client.watch_state import WatchState
 from agentkv.client.watch_stream import WatchStream
+from agentkv.constraint import Tool
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:50051"
 DEFAULT_TIMEOUT: Final = 120.0
@@ -72,11 +74,14 @@ class Client:
         *,
         messages: Sequence[ChatTurn] | None = None,
         token_ids: Sequence[int] | None = None,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         allow_special: bool = False,
         lease: Lease | None = None,
         labels: Mapping[str, str] = NO_LABELS,
         logprobs: bool = False,
+        adapter: str = "",
         timeout: float | None = None,
     ) -> ContextHandle:
         """Makes a context of exactly one form of prompt, and computes its KV.
@@ -85,16 +90,20 @@ class Client:
             text: Text, to which the model's own begin-of-sequence token is added.
             messages: A conversation, rendered by the model's chat template.
             token_ids: Token ids, taken as they are.
+            tools: What the chat template shows the model as callable.
             add_generation_prompt: Whether to open the assistant's turn after the messages.
+            continue_final_message: Whether the last message, an assistant's, stays open instead.
             allow_special: Whether text of special tokens in `text` becomes those tokens.
             lease: For how long, and how firmly, its KV is kept; None: RETAIN, the default time.
             labels: Labels to show in `info` and `list`.
             logprobs: Whether to report the prompt's log-probabilities, as `prompt_logprobs` of the
                 handle; cached tokens are run again for it.
+            adapter: One of the server's adapters, which all its branches inherit; empty: none.
             timeout: Seconds, retries included; None takes the client's.
 
         Raises:
-            InvalidRequest: The prompt is empty, too long, or none the model can take.
+            InvalidRequest: The prompt is empty, too long, or none the model can take; or there is
+                no such adapter.
             PoolExhausted: There are no blocks, no place in the queue, or too many contexts or pins.
         """
         operation = handle_state.create(
@@ -102,11 +111,12 @@ class Client:
             text,
             messages,
             token_ids,
-            add_generation_prompt,
+            ChatOptions(add_generation_prompt, continue_final_message, tools),
             allow_special,
             lease,
             labels,
             logprobs,
+            adapter,
             timeout,
         )
         return ContextHandle(self._driver, self._driver.run(operation))
@@ -156,6 +166,45 @@ class Client:
             NotFound: There is no such tree, or it ended long ago.
         """
         return self._driver.run(self._session.usage_of(None, root_id, timeout))
+
+    def restore(
+        self,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: Lease | None = None,
+        timeout: float | None = None,
+    ) -> "RestoredContexts[ContextHandle]":
+        """Makes contexts of a snapshot: new handles, the same tokens and lineage.
+
+        Args:
+            name: Of the snapshot.
+            with_kv: Whether its KV is used; otherwise, or where it cannot be, the next use of a
+                context computes it.
+            lease: Of every context; None: the one it had when it was saved.
+            timeout: Seconds.
+
+        Raises:
+            NotFound: There is none of this name.
+            ContextLost: It is damaged.
+            InvalidRequest: It was made with another model, or the server keeps no snapshots.
+            PoolExhausted: There would be too many contexts or pins.
+        """
+        restored = self._driver.run(
+            snapshot_calls.restore(self._session, name, with_kv, lease, timeout)
+        )
+        handles = tuple(ContextHandle(self._driver, state) for state in restored.handles)
+        return RestoredContexts(
+            handles, restored.saved_ids, restored.num_kv_tokens, restored.kv_refusal
+        )
+
+    def list_snapshots(self, *, timeout: float | None = None) -> Sequence[SnapshotInfo]:
+        """Lists the caller's snapshots by name, but for damaged ones."""
+        return self._driver.run(snapshot_calls.all_snapshots(self._session, timeout))
+
+    def delete_snapshot(self, name: str, *, timeout: float | None = None) -> None:
+        """Removes a snapshot, a damaged one too; one that is gone already is passed over."""
+        self._driver.run(snapshot_calls.delete(self._session, name, timeout))
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Describes the server: its model, pool, limits and counters."""

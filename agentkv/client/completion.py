@@ -3,9 +3,10 @@
 Frozen values; how they are put together from messages is `agentkv.client.accumulate`'s.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from agentkv.client.values import Usage
 from agentkv.errors import AgentKVError
@@ -24,6 +25,19 @@ class FinishReason(StrEnum):
     """`max_tokens`, or the model's longest context."""
     ERROR = "error"
     """A failure of this branch alone; see `Completion.error`."""
+    DEAD_END = "dead_end"
+    """No token of the model continues the text as its constraint wants it."""
+    TOOL_CALL = "tool_call"
+    """The text calls a tool; see `Completion.tool_calls`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the model asks its caller to do."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """As the tool's schema describes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class Completion:
     """Everything one branch generated."""
 
     text: str
-    """Without the stop text that ended it."""
+    """Without the stop text that ended it, unless `include_stop` was asked for."""
     token_ids: tuple[int, ...]
     """Every committed token, those of the stop included."""
     finish_reason: FinishReason
@@ -69,9 +83,13 @@ class Completion:
     stop: str | None = None
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
-    """Generated tokens that lie wholly before the stop text, if one ended it."""
+    """Generated tokens that lie wholly before the stop, if one ended it."""
+    num_characters_before_stop: int | None = None
+    """Characters of the text before the stop, if one ended it."""
     error: AgentKVError | None = None
     """What failed, when `finish_reason` is ERROR; what was committed before stays."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What the model asks for, when `finish_reason` is TOOL_CALL."""
 
     @property
     def total_logprob(self) -> float:

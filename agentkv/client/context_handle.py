@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
+from agentkv.client import snapshot_calls
 from agentkv.client.completion import Completion, GeneratedBranch
 from agentkv.client.context_group import ContextGroup
 from agentkv.client.drive import Driver
@@ -14,10 +15,13 @@ from agentkv.client.leaving import not_hiding
 from agentkv.client.messages import (
     NO_LABELS,
     NO_LEASE,
+    ChatOptions,
+    ChatTurn,
     Continuation,
     Lease,
     SamplingOptions,
 )
+from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.streams import BranchStream, GenerateStream
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import (
@@ -84,7 +88,10 @@ class ContextHandle(HandleBase):
         self,
         text: str | None = None,
         *,
+        messages: Sequence[ChatTurn] | None = None,
         token_ids: Sequence[int] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         logprobs: bool = False,
         allow_special: bool = False,
         timeout: float | None = None,
@@ -93,11 +100,20 @@ class ContextHandle(HandleBase):
 
         It is repeated when the server cannot be reached, and never appends twice. When a repeat
         finds that the call whose answer was lost had succeeded, token ids are compared and the
-        answer is success, without usage; for text, or with `logprobs`, it is ContextMoved.
+        answer is success, without usage; for text, messages, or with `logprobs`, it is
+        ContextMoved.
+
+        Messages follow those that the context was created and extended with. What was generated
+        since is the assistant's turn before them, which is closed as the model's chat template
+        closes it. Exactly what the template writes for the whole conversation is appended, or the
+        call is refused: some templates drop parts of earlier turns, such as reasoning.
 
         Args:
             text: Text to tokenise and append; or
+            messages: messages, a tool's result for one; or
             token_ids: token ids.
+            add_generation_prompt: Whether to open the assistant's turn after the messages.
+            continue_final_message: Whether the last message, an assistant's, stays open instead.
             logprobs: Whether to report the log-probability of each appended token.
             allow_special: Whether text of special tokens becomes those tokens.
             timeout: Seconds.
@@ -106,10 +122,13 @@ class ContextHandle(HandleBase):
             ContextMoved: The context is not at `length`: another handle changed it, or a call
                 that seemed to fail did not. `refresh`, and look.
             ContextBusy: Another request is changing the context.
+            InvalidRequest: Messages cannot follow, reason CHAT_NOT_EXTENDABLE: `create` with the
+                whole conversation, which reuses what it has in common with this context.
             PoolExhausted: There are no blocks, or no place in the queue.
         """
+        chat = ChatOptions(add_generation_prompt, continue_final_message)
         return self._driver.run(
-            self._state.extend(text, token_ids, logprobs, allow_special, timeout)
+            self._state.extend(text, messages, token_ids, chat, logprobs, allow_special, timeout)
         )
 
     def generate(
@@ -253,6 +272,34 @@ class ContextHandle(HandleBase):
     def park(self, *, timeout: float | None = None) -> LeaseInfo:
         """Lets the KV leave the device while a tool runs; the next call brings it back."""
         return self.update_lease(LeaseMode.PARK, timeout=timeout)
+
+    def save(
+        self,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+        timeout: float | None = None,
+    ) -> SnapshotInfo:
+        """Saves the context to the server's disk, to be restored by name even after a restart.
+
+        Args:
+            name: 1 to 128 letters, digits, points, dashes or underscores.
+            recursive: Whether everything forked from it is saved too, shared tokens once.
+            with_kv: Whether its KV is saved, so that nothing has to be computed again.
+            overwrite: Whether a snapshot of this name is replaced.
+            timeout: Seconds.
+
+        Raises:
+            InvalidRequest: The name is none or in use, or the server keeps no snapshots.
+            PoolExhausted: Your snapshots, or the server's disk, are full.
+        """
+        return self._driver.run(
+            snapshot_calls.save(
+                self._state.session, self.id, name, recursive, with_kv, overwrite, timeout
+            )
+        )
 
     def release(self, *, recursive: bool = False, timeout: float | None = None) -> Released:
         """Releases the context; its branches live on. Releasing twice is fine.

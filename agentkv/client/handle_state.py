@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.client import messages, replies
 from agentkv.client.lineage import Lineage
-from agentkv.client.messages import ChatTurn, Continuation, Lease
+from agentkv.client.messages import ChatOptions, ChatTurn, Continuation, Lease
 from agentkv.client.operation import Call, Operation
 from agentkv.client.retry import Attempts
 from agentkv.client.session import Session
@@ -103,7 +103,9 @@ class HandleState:
     def extend(
         self,
         text: str | None,
+        turns: Sequence[ChatTurn] | None,
         token_ids: Sequence[int] | None,
+        chat: ChatOptions,
         logprobs: bool,
         allow_special: bool,
         timeout: float | None,
@@ -114,7 +116,9 @@ class HandleState:
         request = messages.extend(
             self.id,
             text,
+            turns,
             token_ids,
+            chat=chat,
             expected_length=self.length,
             logprobs=logprobs,
             allow_special=allow_special,
@@ -223,27 +227,29 @@ class HandleState:
 def create(
     session: Session,
     text: str | None,
-    chat: Sequence[ChatTurn] | None,
+    turns: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
-    add_generation_prompt: bool,
+    chat: ChatOptions,
     allow_special: bool,
     lease: Lease | None,
     labels: Mapping[str, str],
     logprobs: bool,
+    adapter: str,
     timeout: float | None,
 ) -> Operation[HandleState]:
     """Creates a context, once, however often the call is sent."""
     request_id = session.make_id()
     request = messages.create(
         text,
-        chat,
+        turns,
         token_ids,
-        add_generation_prompt=add_generation_prompt,
+        chat=chat,
         allow_special=allow_special,
         lease=lease,
         labels=labels,
         request_id=request_id,
         logprobs=logprobs,
+        adapter=adapter,
     )
     reply = yield from session.send("Create", request, session.attempts(timeout), request_id)
     usage = session.see(reply)

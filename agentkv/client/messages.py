@@ -6,10 +6,20 @@ the server or the model are checked there. Sampling options are checked by `Samp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 from agentkv.client import replies
 from agentkv.client.values import LeaseMode, LeaseOptions
+from agentkv.constraint import (
+    Choices,
+    Constraint,
+    Continued,
+    JsonSchema,
+    Lark,
+    Regex,
+    Tool,
+    Tools,
+)
 from agentkv.errors import InvalidRequest
 from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
@@ -24,6 +34,17 @@ Lease = LeaseMode | LeaseOptions
 NO_LEASE: Final = LeaseOptions()
 
 NO_LABELS: Mapping[str, str] = {}
+
+
+class ChatOptions(NamedTuple):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool = True
+    """Whether the opening of the assistant's turn follows, unless the last message stays open."""
+    continue_final_message: bool = False
+    """Whether the last message, an assistant's, stays open."""
+    tools: Sequence[Tool] = ()
+    """What the template shows the model as callable."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,10 +68,14 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str]
     """One text, or several."""
+    include_stop: bool
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
+    constraint: Constraint | None
+    """What the text must match; None: nothing."""
     top_logprobs: int
+    num_speculative_tokens: int | None
 
 
 def create(
@@ -58,24 +83,26 @@ def create(
     messages: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
     *,
-    add_generation_prompt: bool,
+    chat: ChatOptions,
     allow_special: bool,
     lease: Lease | None,
     labels: Mapping[str, str],
     request_id: str,
     logprobs: bool,
+    adapter: str,
 ) -> pb.CreateRequest:
     """Builds a Create request from exactly one form of prompt."""
     _require_one(text=text, messages=messages, token_ids=token_ids)
     with _refusing_bad_values():
         request = pb.CreateRequest(
-            messages=None if messages is None else _chat(messages, add_generation_prompt),
+            messages=None if messages is None else _chat(messages, chat),
             token_ids=_ids(token_ids),
             lease=_lease(lease),
             labels=labels,
             request_id=request_id,
             allow_special=allow_special,
             logprobs=logprobs,
+            adapter=adapter,
         )
         if text is not None:
             request.text = _checked_text(text)
@@ -110,20 +137,53 @@ def update_lease(context_id: str, lease: Lease, *, recursive: bool) -> pb.Update
         )
 
 
+def save(
+    context_id: str, name: str, *, recursive: bool, tokens_only: bool, overwrite: bool
+) -> pb.SaveRequest:
+    """Builds a Save request."""
+    with _refusing_bad_values():
+        return pb.SaveRequest(
+            context_id=context_id,
+            name=name,
+            recursive=recursive,
+            tokens_only=tokens_only,
+            overwrite=overwrite,
+        )
+
+
+def restore(
+    name: str, lease: Lease | None, request_id: str, *, tokens_only: bool
+) -> pb.RestoreRequest:
+    """Builds a Restore request."""
+    with _refusing_bad_values():
+        return pb.RestoreRequest(
+            name=name, tokens_only=tokens_only, lease=_lease(lease), request_id=request_id
+        )
+
+
+def delete_snapshot(name: str) -> pb.DeleteSnapshotRequest:
+    """Builds a DeleteSnapshot request."""
+    with _refusing_bad_values():
+        return pb.DeleteSnapshotRequest(name=name, allow_missing=True)
+
+
 def extend(
     context_id: str,
     text: str | None,
+    messages: Sequence[ChatTurn] | None,
     token_ids: Sequence[int] | None,
     *,
+    chat: ChatOptions,
     expected_length: int,
     logprobs: bool,
     allow_special: bool,
 ) -> pb.ExtendRequest:
     """Builds an Extend request from exactly one form of input."""
-    _require_one(text=text, token_ids=token_ids)
+    _require_one(text=text, messages=messages, token_ids=token_ids)
     with _refusing_bad_values():
         request = pb.ExtendRequest(
             context_id=context_id,
+            messages=None if messages is None else _chat(messages, chat),
             token_ids=_ids(token_ids),
             expected_length=expected_length,
             logprobs=logprobs,
@@ -136,7 +196,10 @@ def extend(
 
 def generate(context_id: str, options: SamplingOptions) -> pb.GenerateRequest:
     """Builds a Generate request; the expected length is set when it is sent."""
-    return pb.GenerateRequest(context_id=context_id, sampling=_sampling(options))
+    sampling = _sampling(options)
+    with _refusing_bad_values():
+        constraint = _constraint(options.get("constraint"))
+        return pb.GenerateRequest(context_id=context_id, sampling=sampling, constraint=constraint)
 
 
 def generate_branches(
@@ -150,7 +213,12 @@ def generate_branches(
     sampling = _sampling(options)
     with _refusing_bad_values():
         return pb.GenerateBranchesRequest(
-            context_id=context_id, count=count, at=at, sampling=sampling, labels=labels
+            context_id=context_id,
+            count=count,
+            at=at,
+            sampling=sampling,
+            labels=labels,
+            constraint=_constraint(options.get("constraint")),
         )
 
 
@@ -200,6 +268,7 @@ def get_usage(context_id: str | None, root_id: str | None) -> pb.GetUsageRequest
 
 def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given: dict[str, Any] = dict(options)
+    given.pop("constraint", None)
     stop = options.get("stop", ())
     # A text is a sequence of texts as well, of one letter each, which nobody means.
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -208,14 +277,37 @@ def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
     given["logit_bias"] = tuple(options.get("logit_bias", {}).items())
     params = SamplingParams(**given)
     # What was not given is not sent: an older server may not know it.
-    sent = {name: getattr(params, name) for name in options}
+    sent = {name: getattr(params, name) for name in options if name != "constraint"}
     if "logit_bias" in sent:
         sent["logit_bias"] = dict(params.logit_bias)
     with _refusing_bad_values():
         return pb.SamplingOptions(**sent)
 
 
-def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatMessages:
+def _constraint(constraint: Constraint | None) -> pb.Constraint | None:
+    match constraint:
+        case JsonSchema():
+            return pb.Constraint(json_schema=constraint.text)
+        case Regex():
+            return pb.Constraint(regex=constraint.pattern)
+        case Lark():
+            return pb.Constraint(grammar=constraint.grammar)
+        case Choices():
+            return pb.Constraint(choices=pb.Choices(texts=constraint.texts))
+        case Tools():
+            tools = [_tool(tool) for tool in constraint.tools]
+            return pb.Constraint(tools=pb.Tools(tools=tools, choice=constraint.choice))
+        case Continued():
+            return pb.Constraint(continued=True)
+        case None:
+            return None
+    raise InvalidRequest(
+        f"A constraint is JsonSchema, Regex, Lark, Choices, Tools or Continued, not "
+        f"{type(constraint).__name__}."
+    )
+
+
+def _chat(messages: Sequence[ChatTurn], options: ChatOptions) -> pb.ChatMessages:
     for number, turn in enumerate(messages):
         if set(turn) != {"role", "content"}:
             raise InvalidRequest(
@@ -224,8 +316,16 @@ def _chat(messages: Sequence[ChatTurn], add_generation_prompt: bool) -> pb.ChatM
             )
     return pb.ChatMessages(
         messages=[pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages],
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=(
+            options.add_generation_prompt and not options.continue_final_message
+        ),
+        continue_final_message=options.continue_final_message,
+        tools=[_tool(tool) for tool in options.tools],
     )
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    return pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
 
 
 def _continuation(item: Continuation) -> pb.Continuation:

@@ -1,6 +1,7 @@
 """Messages of the wire as values of the SDK. It copies; what fields mean stands in the contract."""
 
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
 from datetime import UTC
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -8,8 +9,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from google.protobuf.message import Message
 
 from agentkv import status
-from agentkv.client.completion import Chunk, FinishReason, TopLogprobs
+from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
 from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
     ContextInfo,
@@ -84,6 +86,8 @@ FINISH_REASONS: Final = MappingProxyType(
         pb.FINISH_REASON_STOP: FinishReason.STOP,
         pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
         pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+        pb.FINISH_REASON_DEAD_END: FinishReason.DEAD_END,
+        pb.FINISH_REASON_TOOL_CALL: FinishReason.TOOL_CALL,
     }
 )
 
@@ -124,6 +128,7 @@ def context(message: pb.Context) -> ContextInfo:
         create_time=message.create_time.ToDatetime(tzinfo=UTC),
         reclaimable_blocks=message.reclaimable_blocks,
         lease=lease(message.lease),
+        adapter=message.adapter,
     )
 
 
@@ -162,6 +167,19 @@ def change(message: pb.WatchEvent) -> ContextChange:
     )
 
 
+def snapshot(message: pb.Snapshot) -> SnapshotInfo:
+    """Reads what is known of a snapshot."""
+    return SnapshotInfo(
+        name=message.name,
+        create_time=message.create_time.ToDatetime(tzinfo=UTC),
+        model_name=message.model_name,
+        num_contexts=message.num_contexts,
+        num_tokens=message.num_tokens,
+        num_kv_tokens=message.num_kv_tokens,
+        num_bytes=message.num_bytes,
+    )
+
+
 def released(message: pb.ReleaseResponse) -> Released:
     """Reads what a release gave back."""
     return _copied(Released, message)
@@ -184,6 +202,11 @@ def chunk(message: pb.Chunk) -> Chunk:
     )
 
 
+def tool_call(message: pb.ToolCall) -> ToolCall:
+    """Reads a call; the server has parsed its arguments before it called it one."""
+    return ToolCall(message.name, json.loads(message.arguments))
+
+
 def branch_error(message: pb.BranchError) -> AgentKVError:
     """Reads why a branch failed, as the exception that a failed call would have raised."""
     metadata = dict(message.metadata)
@@ -201,7 +224,7 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
     return ServerInfo(
         server_version=message.server_version,
         api_versions=tuple(message.api_versions),
-        model=_copied(ModelInfo, message.model),
+        model=replace(_copied(ModelInfo, message.model), adapters=tuple(message.model.adapters)),
         pool=pool(message.pool),
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),

@@ -22,6 +22,8 @@ class ModelInfo:
     """Bytes one block takes, all layers."""
     has_chat_template: bool
     """Whether create takes messages."""
+    adapters: tuple[str, ...] = ()
+    """Adapters that create takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,10 @@ class Usage:
     """Tokens whose KV was there, and so were not run."""
     generated_tokens: int = 0
     """Tokens sampled and committed."""
+    drafted_tokens: int = 0
+    """Tokens guessed ahead; each was run, and is part of `computed_tokens`."""
+    accepted_tokens: int = 0
+    """Guesses that were right, and are part of `generated_tokens`."""
 
     def __add__(self, other: "Usage") -> "Usage":
         """Sums two usages field by field."""
@@ -107,6 +111,8 @@ class Usage:
             self.computed_tokens + other.computed_tokens,
             self.cached_tokens + other.cached_tokens,
             self.generated_tokens + other.generated_tokens,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
         )
 
 
@@ -180,6 +186,8 @@ class ContextInfo:
     reclaimable_blocks: int
     """Blocks among private and shared ones that give way to requests as things are."""
     lease: LeaseInfo
+    adapter: str = ""
+    """The adapter it is computed with; empty: the model's own weights."""
 
 
 @dataclass(frozen=True, slots=True)

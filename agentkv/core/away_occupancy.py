@@ -226,7 +226,7 @@ class AwayOccupancy(Occupancy):
         return count
 
     def _begin(self, segment: Segment, num_holders: int) -> _SegmentMeter:
-        tenancy = self.tenancy(segment.root)
+        tenancy = self.tenancy(segment.account)
         meter = self._meters[segment] = _SegmentMeter(tenancy, self.now, num_holders)
         return meter
 

@@ -12,6 +12,7 @@ never tensors, and knows nothing of requests: answers come back in the order of 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from agentkv.core.matcher import AllowedTokens
 from agentkv.core.token_counter import TokenCounts
 from agentkv.core.token_rules import TokenRules
 from agentkv.sampling_params import SamplingParams
@@ -45,6 +46,14 @@ class Run(NamedTuple):
     num_rows: int
 
 
+class AdapterRows(NamedTuple):
+    """Consecutive rows that are computed with one adapter."""
+
+    adapter: str
+    first_row: int
+    num_rows: int
+
+
 class Stream(NamedTuple):
     """A branch's random stream; the draw for a token is a function of it and the position."""
 
@@ -64,6 +73,8 @@ class Sample(NamedTuple):
     stream: Stream
     position: int
     """Position the chosen token will have."""
+    allowed: AllowedTokens | None = None
+    """The tokens to choose from; None: all."""
     rules: TokenRules | None = None
     """What the request says of single tokens."""
     masks: tuple[bytes, ...] = ()
@@ -95,6 +106,8 @@ class Batch:
     heads: tuple[int, ...]
     """Rows whose logits the caller wants to keep."""
     scores: tuple[Score, ...]
+    adapters: tuple[AdapterRows, ...] = ()
+    """Rows with adapters, ascending; the others are the model's own."""
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +130,8 @@ class Sampled(NamedTuple):
     """Natural logarithm, before every sampling option; None when it was not asked for."""
     failed: bool = False
     """The logits were not finite: no token was chosen, and the sequence must end."""
+    is_stuck: bool = False
+    """It failed because no token may be chosen: each one's logit is -inf."""
     top: TopLogprobs | None = None
     """The most likely tokens there, as many as were asked for."""
 

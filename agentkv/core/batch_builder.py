@@ -4,13 +4,15 @@ Rows follow the order of the tree, so that the rows which read a segment are con
 kernel can read the segment once for all of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
-from agentkv.core.batch import NO_SLOT, Batch, BlockCopy, Run, Sample, Score
+from agentkv.core.batch import NO_SLOT, AdapterRows, Batch, BlockCopy, Run, Sample, Score
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.request import Request
 from agentkv.core.segment import Segment
+from agentkv.core.token_counter import TokenCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +26,10 @@ class Work:
     shared: "Work | None" = None
     """Work of a sibling that runs the row this request needs; it has none of its own then."""
     samples: bool = False
+    draft: tuple[int, ...] = ()
+    """Guessed tokens at the end of its path: its last rows, each sampled after."""
+    num_rejected: int = 0
+    """Rows it had for guesses that were wrong."""
     keeps_head: bool = False
     """Whether the logits of the last row are kept for whoever continues there."""
     first_row: int = 0
@@ -43,11 +49,21 @@ class Work:
             return self.shared.last_row
         return self.first_row + self.num_rows - 1 if self.num_rows else None
 
+    @property
+    def num_samples(self) -> int:
+        """Tokens it chooses: one after its path, and one in the place of each guess."""
+        return len(self.draft) + 1 if self.samples else 0
+
 
 def build_batch(tree: ContextTree, works: list[Work]) -> Batch:
     """Puts works in the order of the tree, and notes in each where its rows are."""
     paths = {work: tree.path(work.request.context.tail) for work in works}
-    works.sort(key=lambda work: [segment.id for segment in paths[work]])
+    works.sort(
+        key=lambda work: (
+            work.request.context.adapter,  # whole trees: nothing is shared between adapters
+            [segment.id for segment in paths[work]],
+        )
+    )
     rows: list[tuple[int, int, int]] = []
     for work in works:
         work.first_row = len(rows)
@@ -61,10 +77,25 @@ def build_batch(tree: ContextTree, works: list[Work]) -> Batch:
         slots=tuple(slot for _, _, slot in rows),
         runs=_runs(works, paths),
         copies=tuple(copy for work in works for copy in work.copies),
-        samples=tuple(_sample(tree, work) for work in works if work.samples),
+        samples=tuple(sample for work in works if work.samples for sample in _samples(tree, work)),
         heads=tuple(_head(work) for work in works if work.keeps_head),
         scores=tuple(score for asked in scores for score in asked),
+        adapters=_adapters(works),
     )
+
+
+def _adapters(works: list[Work]) -> tuple[AdapterRows, ...]:
+    """Groups the rows that have an adapter; works are in the order of adapters."""
+    groups: list[AdapterRows] = []
+    for work in works:
+        adapter = work.request.context.adapter
+        if not adapter or not work.num_rows:
+            continue
+        if groups and groups[-1].adapter == adapter:
+            groups[-1] = groups[-1]._replace(num_rows=groups[-1].num_rows + work.num_rows)
+        else:
+            groups.append(AdapterRows(adapter, work.first_row, work.num_rows))
+    return tuple(groups)
 
 
 def _rows(work: Work, path: list[Segment], block_size: int) -> Iterator[tuple[int, int, int]]:
@@ -98,20 +129,27 @@ def _runs(works: list[Work], paths: dict[Work, list[Segment]]) -> tuple[Run, ...
     return tuple(runs.values())
 
 
-def _sample(tree: ContextTree, work: Work) -> Sample:
+def _samples(tree: ContextTree, work: Work) -> Iterator[Sample]:
+    """Asks for the token after a path, and before that for those in the places of its draft."""
     request, tail = work.request, work.request.context.tail
     assert request.params is not None
     head = tree.heads.get(tail) if work.last_row is None else None
     assert work.last_row is not None or head is not None
-    return Sample(
-        work.last_row,
-        head,
-        request.params,
-        request.stream,
-        tail.end,
-        rules=request.rules_now,
-        counts=None if request.counter is None else request.counter.snapshot(),
-    )
+    num_ahead = len(work.draft)
+    counts: Iterable[TokenCounts | None] = repeat(None)
+    if request.counter is not None:
+        counts = request.counter.snapshots(work.draft)
+    for number, counted in zip(range(num_ahead + 1), counts, strict=False):
+        yield Sample(
+            None if work.last_row is None else work.last_row - num_ahead + number,
+            head,
+            request.params,
+            request.stream,
+            tail.end - num_ahead + number,
+            allowed=request.matcher,
+            rules=request.rules_after(number),
+            counts=counted,
+        )
 
 
 def _head(work: Work) -> int:

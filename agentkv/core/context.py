@@ -7,15 +7,24 @@ and changes nothing in the tree by itself.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentkv.core.bill import Bill
 from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.occupancy import Readings
+from agentkv.core.rendering import Rendering
 from agentkv.core.segment import Hold, Segment
 
 if TYPE_CHECKING:
     from agentkv.core.request import Request
+
+
+class Region(NamedTuple):
+    """The part of a context that a grammar constrains: from `start` to wherever its text ends."""
+
+    grammar: object
+    """Opaque here."""
+    start: int
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +57,11 @@ class Context:
     """Living contexts forked from it."""
     request: "Request | None" = field(default=None, repr=False)
     """The request that may change it, if any."""
+    rendering: Rendering | None = field(default=None, repr=False)
+    """What a chat template wrote of it, if anything; forks and truncations keep what they can."""
+    region: Region | None = None
+    """Where its last constrained generation began, and with what; forks and truncations at or
+    beyond that position keep it."""
     is_released: bool = False
     last_used: int = 0
     """Logical time of its last use; orders who gives way."""
@@ -70,10 +84,22 @@ class Context:
     """
     readings: Readings = ()
     """What its path's meters showed when it began to hold it, in each tier where it does."""
+    adapter: str = ""
+    """Adapter that its tokens are computed with; empty: the model's own weights."""
     is_used: bool = False
     """Whether a request has run on it."""
     num_once_computed: int = 0
     """Leading tokens that had KV at some time: to run them again is to recompute."""
+
+    def rendering_at(self, position: int) -> Rendering | None:
+        """Finds what of the template's writing is left at a position."""
+        return None if self.rendering is None else self.rendering.at(position)
+
+    def region_at(self, position: int) -> Region | None:
+        """Finds the region that a branch forked at a position, or cut to it, is in."""
+        if self.region is None or position < self.region.start:
+            return None
+        return self.region
 
     @property
     def is_pinned(self) -> bool:

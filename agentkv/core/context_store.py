@@ -15,10 +15,10 @@ from agentkv.core.bill import Bill
 from agentkv.core.block_move import LOWER_TIERS, Tier
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
-from agentkv.core.lease import Lease
+from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.ledger import Ledger
 from agentkv.core.quotas import Quotas
-from agentkv.core.segment import Hold
+from agentkv.core.segment import Hold, Segment
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, Residency
 from agentkv.core.watch import ChangeKind, WatchHub
@@ -124,6 +124,7 @@ class ContextStore:
         lease: Lease,
         labels: Mapping[str, str],
         now: float,
+        adapter: str = "",
     ) -> Context:
         """Opens a context with no committed token yet on the longest cached prefix of `tokens`.
 
@@ -131,11 +132,11 @@ class ContextStore:
             PoolExhausted: The tenant holds as many contexts as it may.
         """
         self._admit(tenant, 1)
-        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold)
+        tail, _ = self.tree.open(tenant, array("I", tokens), lease.hold, adapter)
         context = Context(
             self._new_id(), tenant, tail, 0, lease.hold, lease, now, labels=dict(labels)
         )
-        context.root_id = context.id
+        context.root_id, context.adapter = context.id, adapter
         self.ledger.begin(context)
         self._add(context, ChangeKind.CREATED)
         return context
@@ -188,6 +189,60 @@ class ContextStore:
         self._hidden.update(children)
         return children
 
+    def add_hidden(self, tenant: str, tail: Segment, hold: Hold) -> Context:
+        """Takes over an attached tail that no handle names, to be released by the caller."""
+        lease = Lease(LeaseMode.RETAIN, 0.0)
+        hidden = Context("", tenant, tail, tail.end, hold, lease, 0.0, is_hidden=True)
+        self.ledger.begin(hidden)
+        self._hidden.add(hidden)
+        return hidden
+
+    def require_room(self, tenant: str, count: int, depth: int) -> None:
+        """Makes sure that a tenant may have `count` contexts more, of up to such a depth.
+
+        Raises:
+            PoolExhausted: It may not.
+        """
+        self._admit(tenant, count)
+        if depth:
+            self.quotas.require_branches(tenant, depth - 1, 0, 0)
+
+    def add_restored(
+        self,
+        tenant: str,
+        tail: Segment,
+        lease: Lease,
+        now: float,
+        *,
+        parent: Context | None,
+        fork_position: int,
+        ordinal: int,
+        depth: int,
+        labels: Mapping[str, str],
+    ) -> Context:
+        """Makes a context of the path to a tail, with the lineage it had when it was saved."""
+        context = Context(
+            self._new_id(),
+            tenant,
+            tail,
+            tail.end,
+            lease.hold,
+            lease,
+            now,
+            parent,
+            fork_position,
+            ordinal,
+            depth,
+            labels=dict(labels),
+            readings=self.tree.attach(tail, lease.hold),
+            num_once_computed=self.tree.num_computed(tail),
+        )
+        context.root_id = context.id if parent is None else parent.root_id
+        if parent is not None:
+            parent.children[context] = None
+        self._add(context, ChangeKind.CREATED if parent is None else ChangeKind.FORKED)
+        return context
+
     def tokens(self, context: Context, start: int, limit: int | None) -> tuple[int, ...]:
         """Reads up to `limit` committed tokens of a context from a position on.
 
@@ -205,6 +260,8 @@ class ContextStore:
             InvalidRequest: The context is shorter than that.
         """
         _check_position(length, context.length)
+        context.region = context.region_at(length)
+        context.rendering = context.rendering_at(length)
         self.ledger.end(context)
         context.tail = self.tree.truncate(context.tail, length, context.hold)
         self.ledger.begin(context)
@@ -222,11 +279,13 @@ class ContextStore:
         assert context.request is None and not context.is_released
         self.ledger.end(context)
         self.tree.detach(context.tail, context.hold)
-        context.tail = self.tree.root(context.tenant)  # its children keep it, not its tokens
+        context.tail = self.tree.root(
+            context.tenant, context.adapter
+        )  # its children keep it, not its tokens
         context.is_released = True
         if context in self._hidden:
             self._hidden.remove(context)
-            if context.parent is not None and context.parent.is_released:
+            if context.parent is None or context.parent.is_released:
                 self.ledger.close_hidden(context)
             return
         self.hub.tell(ChangeKind.RELEASED, context)
@@ -245,6 +304,23 @@ class ContextStore:
         for node in found:
             found.extend(node.children)
         return found[::-1]
+
+    def family(self, context: Context) -> list[Context]:
+        """Lists a context and all that descend from it, ancestors first.
+
+        Unlike `descendants` it reaches what hangs below a released context too.
+        """
+        found: dict[Context, bool] = {context: True}
+        for other in self:
+            chain, node = [], other
+            while node not in found and node.parent is not None:
+                chain.append(node)
+                node = node.parent
+            is_below = found.setdefault(node, False)
+            found.update(dict.fromkeys(chain, is_below))
+        members = (other for other, is_below in found.items() if is_below)
+        living = [other for other in members if not other.is_released]
+        return sorted(living, key=lambda other: other.number)
 
     def touch(self, context: Context) -> None:
         """Makes a context the most recently used."""
@@ -313,6 +389,7 @@ class ContextStore:
             num_children=len(context.children),
             labels=tuple(context.labels.items()),
             create_time=context.create_time,
+            adapter=context.adapter,
         )
 
     def page(
@@ -411,8 +488,11 @@ class ContextStore:
                 parent.depth + 1,
                 parent.root_id,
                 labels,
+                region=parent.region_at(position),
+                rendering=parent.rendering_at(position),
                 readings=readings,
                 num_once_computed=num_once_computed,
+                adapter=parent.adapter,
             )
             for number in range(count)
         ]

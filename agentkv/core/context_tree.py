@@ -5,7 +5,7 @@ come to segments is `block_writes`; how firmly they are kept is `residency`; whe
 leaves the device is `eviction`. It knows no context, no request and no tensor: a context is a tail
 segment here, held at a level.
 
-    root(tenant)
+    root(tenant, adapter)
       └─ S0  tokens 0..7   blocks [7, 3]
            ├─ S1  tokens 8..9    blocks [9]      tail of A, and of C forked from it: one segment
            └─ S2  tokens 8..11   blocks [5]      tail of B, which wrote token 10 after a fork at 10
@@ -27,7 +27,7 @@ from agentkv.core.tree_audit import check_tree
 
 
 class ContextTree:
-    """All segments of one pool, below one root per key; nothing is shared between roots.
+    """All segments of one pool, below one root per tenant and adapter; roots share nothing.
 
     A fork costs nothing in the length of the context: children share their parent's tail until
     one of them appends. A segment without context and with a single child is one run of tokens
@@ -51,25 +51,35 @@ class ContextTree:
         self.lower = lower or LowerTiers(block_size)
         self.residency = Residency(pool, self.lower, block_size)
         self.heads = HeadLogits(head_capacity)
-        self._roots: dict[Hashable, Segment] = {}
+        self._roots: dict[Hashable, dict[str, Segment]] = {}
         self._ids = count(1)
         self._ticks = count(1)
 
-    def root(self, key: Hashable) -> Segment:
-        """Finds or makes the root of a tenant, model, adapter and KV dtype."""
-        if key not in self._roots:
-            self._roots[key] = Segment(next(self._ids), 0, array("I"), None)
-        return self._roots[key]
+    def root(self, key: Hashable, adapter: str = "") -> Segment:
+        """Finds or makes the root of a tenant's contexts with an adapter, or with none.
+
+        All roots of a tenant keep their accounts in the one without adapter.
+        """
+        roots = self._roots.setdefault(key, {})
+        if "" not in roots:
+            roots[""] = Segment(next(self._ids), 0, array("I"), None)
+        if adapter not in roots:
+            made = Segment(next(self._ids), 0, array("I"), None)
+            made.account, made.held_below = roots[""], roots[""].held_below
+            roots[adapter] = made
+        return roots[adapter]
 
     # -- verbs: a tail in, a tail out -------------------------------------------------------
 
-    def open(self, key: Hashable, tokens: "array[int]", hold: Hold) -> tuple[Segment, int]:
+    def open(
+        self, key: Hashable, tokens: "array[int]", hold: Hold, adapter: str = ""
+    ) -> tuple[Segment, int]:
         """Starts a path with these tokens on the longest cached prefix.
 
         Returns:
             The tail, and how many tokens have KV already, in some tier: whole blocks.
         """
-        root = self.root(key)
+        root = self.root(key, adapter)
         match = prefix_match.longest_match(root, tokens, self.block_size)
         tail = self.fork(match.segment, match.length) if match.length else root
         self.attach(tail, hold)
@@ -211,11 +221,11 @@ class ContextTree:
         return kept
 
     def num_blocks_at(self, key: Hashable, level: Hold) -> int:
-        """Counts the blocks that paths held at a level take below one root, once all is computed.
+        """Counts the blocks that paths held at a level take for one key, once all is computed.
 
         What they share counts once. Costs a walk over those paths.
         """
-        size, count, nodes = self.block_size, 0, [self.root(key)]
+        size, count, nodes = self.block_size, 0, list(self._roots.get(key, {}).values())
         while nodes:
             node = nodes.pop()
             count += -(-node.end // size) + -node.start // size  # a cut block is the upper part's
@@ -224,7 +234,7 @@ class ContextTree:
 
     def __iter__(self) -> Iterator[Segment]:
         """Walks all segments but the roots, parents before children."""
-        for root in self._roots.values():
+        for root in self.roots:
             for child in root.children:
                 yield from self.walk(child)
 
@@ -436,7 +446,7 @@ class ContextTree:
     @property
     def roots(self) -> Iterable[Segment]:
         """The empty segments that all paths begin with."""
-        return self._roots.values()
+        return [root for roots in self._roots.values() for root in roots.values()]
 
     def check(self) -> None:
         """Asserts every invariant; costs a walk over all segments."""

@@ -47,7 +47,7 @@ class DeviceOccupancy(Occupancy):
         while node.parent is not None:
             meter = meters.get(node)
             if meter is None:
-                meter = meters[node] = Meter(self.tenancy(node.root), now)
+                meter = meters[node] = Meter(self.tenancy(node.account), now)
                 self._set_blocks(meter, self._num_owned(node))
             else:
                 meter.settle(now)
@@ -63,7 +63,7 @@ class DeviceOccupancy(Occupancy):
 
     def begin(self, child: Segment) -> None:
         """Lets the context that holds the path above hold a new, empty segment below it too."""
-        self._meters[child] = Meter(self.tenancy(child.root), self.now, num_holders=1)
+        self._meters[child] = Meter(self.tenancy(child.account), self.now, num_holders=1)
 
     # -- blocks and shape --------------------------------------------------------------------
 

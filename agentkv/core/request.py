@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from agentkv.core.batch import Stream, TopLogprobs
 from agentkv.core.context import Context
+from agentkv.core.drafter import Drafter
+from agentkv.core.matcher import Matcher
+from agentkv.core.rendering import Rendering
 from agentkv.core.token_counter import TokenCounter
 from agentkv.core.token_rules import TokenRules
 from agentkv.core.views import Usage
@@ -37,6 +40,10 @@ class FinishReason(StrEnum):
     """`max_tokens`, or the model's longest context."""
     ERROR = "error"
     """The request failed; what was committed before stays."""
+    DEAD_END = "dead_end"
+    """No token of the model continues the text as its constraint wants it."""
+    TOOL_CALL = "tool_call"
+    """The text is whole, and calls a tool."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +58,16 @@ class Request:
     stream: Stream = _NO_STREAM
     end_token_ids: frozenset[int] = frozenset()
     """Ids that end generation."""
+    matcher: Matcher | None = None
+    """Where its text is in the grammar that constrains it; None: any token may follow."""
     rules: TokenRules | None = None
     """What the request says of single tokens."""
     early_rules: TokenRules | None = None
     """The same before `params.min_tokens` are generated: no token ends it then."""
     counter: TokenCounter | None = None
     """Tokens that penalties count, all of them committed; None without penalties."""
+    drafter: Drafter | None = None
+    """How far steps guess ahead; None: not at all."""
     next_scored: int | None = None
     """Position of the next given token whose log-probability is wanted; None wants none."""
     head: object = None
@@ -66,10 +77,14 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_promised: int = 0
     """Blocks that admission counted for it and it has not taken yet."""
+    rendering: Rendering | None = None
+    """What a chat template wrote of the context once its given tokens are committed."""
     computed_tokens: int = 0
     cached_tokens: int | None = None
     """Known once it is first scheduled."""
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     logprobs: list[float] = field(default_factory=list)
     """Of the scored tokens so far."""
 
@@ -81,13 +96,18 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Tokens run, reused and made so far."""
-        return Usage(self.computed_tokens, self.cached_tokens or 0, self.generated_tokens)
+        return Usage(
+            self.computed_tokens,
+            self.cached_tokens or 0,
+            self.generated_tokens,
+            self.drafted_tokens,
+            self.accepted_tokens,
+        )
 
-    @property
-    def rules_now(self) -> TokenRules | None:
-        """What holds for the next token."""
+    def rules_after(self, num_more: int = 0) -> TokenRules | None:
+        """What holds for the next token once so many more are generated."""
         assert self.params is not None
-        is_early = self.generated_tokens < self.params.min_tokens
+        is_early = self.generated_tokens + num_more < self.params.min_tokens
         return self.early_rules if is_early else self.rules
 
     @property
@@ -112,3 +132,7 @@ class Event(NamedTuple):
     finish: FinishReason | None = None
     error: AgentKVError | None = None
     top: TopLogprobs | None = None
+    num_later: int = 0
+    """Tokens that the same step committed after this one."""
+    forced: tuple[int, ...] = ()
+    """Tokens committed after `token` because its constraint leaves no other."""

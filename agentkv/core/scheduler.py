@@ -15,11 +15,13 @@ from agentkv.core.block_move import BlockMove, MoveCosts, Place, Tier
 from agentkv.core.block_writes import commit_writes, roll_back_writes
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.eviction import forget, move_out
 from agentkv.core.lease import LeaseMode
 from agentkv.core.request import Event, FinishReason, Request
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
+from agentkv.core.speculation import Speculator
 from agentkv.core.step_planner import StepPlanner
 from agentkv.errors import InternalError, PoolExhausted, Reason
 
@@ -56,7 +58,14 @@ class SchedulerStatistics:
 class Scheduler:
     """Continuous batching over one context tree."""
 
-    def __init__(self, store: ContextStore, config: SchedulerConfig, *, max_length: int) -> None:
+    def __init__(
+        self,
+        store: ContextStore,
+        config: SchedulerConfig,
+        *,
+        max_length: int,
+        propose: Propose = look_up,
+    ) -> None:
         self.queues = RequestQueues(store)
         self._store = store
         self._tree = store.tree
@@ -64,7 +73,9 @@ class Scheduler:
         self._config = config
         self._max_length = max_length
         self._admission = Admission(store, self.queues, config.watermark)
-        self._store = store
+        self._speculator = Speculator(
+            self._tree, self._admission, config, propose, max_length=max_length
+        )
         self._parking: dict[Context, None] = {}
         self._num_steps = self._computed = self._num_copies = 0
         self._num_out = self._num_back = self._num_lost = 0
@@ -140,6 +151,7 @@ class Scheduler:
             is_idle = planner.is_fetching or not self.has_work
             assert is_idle, "requests are left, and none can go on"
             return None
+        self._speculator.add_drafts(works)
         batch = build_batch(self._tree, works)
         self._num_copies += len(batch.copies)
         self._num_out += sum(move.src.tier is Tier.DEVICE for move in moves)
@@ -168,20 +180,24 @@ class Scheduler:
         self._computed += step.batch.num_rows
         self._tree.pool.unguard()
         heads, scores, samples = iter(result.heads), iter(result.scores), iter(result.samples)
+        sampled = {work: [next(samples) for _ in range(work.num_samples)] for work in step.works}
         for work in step.works:
+            if work.draft:
+                self._speculator.settle(work, sampled[work])
             commit_writes(self._tree, work.request.context.tail, work.upto)
-            work.request.computed_tokens += work.num_rows
+            work.request.computed_tokens += work.num_rows + work.num_rejected
             self._count(work)
             if work.keeps_head:
                 self._tree.heads.keep(work.request.context.tail, next(heads))
-        events = []
+        events: list[Event] = []
         for work in step.works:
             self._record_scores(work, [next(scores) for _ in range(work.num_scores)])
             if work.samples:
-                events.append(self._commit_token(work.request, next(samples)))
+                events += self._commit_tokens(work, sampled[work][: work.num_samples])
             elif work.request.params is None and work.upto == work.request.target:
                 context = work.request.context
                 self._store.set_length(context, context.tail.end)
+                context.rendering = work.request.rendering or context.rendering
                 events.append(Event(work.request, finish=FinishReason.LENGTH))
         for event in events:
             if event.finish is not None:
@@ -196,6 +212,8 @@ class Scheduler:
         self._tree.pool.unguard()
         for work in step.works:
             request = work.request
+            if work.draft:
+                self._speculator.retract(work)
             roll_back_writes(self._tree, request.context.tail, work.copies)
             if not request.computed_tokens and not request.generated_tokens:
                 request.cached_tokens = None
@@ -222,6 +240,7 @@ class Scheduler:
         context = work.request.context
         self._ledger.count_reuse(context, work.request.cached_tokens or 0)
         self._ledger.count_rows(context, work.first, work.upto, len(work.copies))
+        context.bill.computed_tokens += work.num_rejected
 
     def _record_scores(self, work: Work, logprobs: list[float]) -> None:
         request = work.request
@@ -230,24 +249,63 @@ class Scheduler:
             request.next_scored += len(logprobs)
             request.head = None
 
-    def _commit_token(self, request: Request, sampled: Sampled) -> Event:
-        context, params, token = request.context, request.params, sampled.token
-        assert params is not None
+    def _commit_tokens(self, work: Work, sampled: list[Sampled]) -> list[Event]:
+        """Commits the guesses that were right, which are on the path, and the token after them."""
+        num_later = len(sampled) - 1 - sampled[-1].failed
+        events = []
+        for number, each in enumerate(sampled):
+            is_there = number < len(work.draft)
+            event = self._commit_sampled(work.request, each, is_there=is_there)
+            events.append(event._replace(num_later=max(0, num_later - number)))
+        return events
+
+    def _commit_sampled(self, request: Request, sampled: Sampled, *, is_there: bool) -> Event:
+        matcher, token = request.matcher, sampled.token
+        if matcher is not None and matcher.error is not None:
+            return Event(request, finish=FinishReason.ERROR, error=matcher.error)
+        if matcher is not None and sampled.is_stuck:
+            return Event(request, finish=FinishReason.DEAD_END)
         if sampled.failed:
-            error = InternalError(
+            fault = InternalError(
                 "The model's logits for this sequence are not finite numbers.",
                 reason=Reason.ENGINE_STEP_FAILED,
             )
-            return Event(request, finish=FinishReason.ERROR, error=error)
-        context.tail = self._tree.append(context.tail, (token,), context.hold)
-        self._store.set_length(context, context.length + 1)
-        request.generated_tokens += 1
-        context.bill.generated_tokens += 1
+            return Event(request, finish=FinishReason.ERROR, error=fault)
+        forced = self._forced(request, token)
+        finish = self._commit(request, (token, *forced), is_there=is_there)
+        error = None if matcher is None or finish is not None else matcher.error
+        if error is not None:
+            finish = FinishReason.ERROR
+        return Event(request, token, sampled.logprob, finish, error, sampled.top, forced=forced)
+
+    def _forced(self, request: Request, token: int) -> tuple[int, ...]:
+        """Lists the tokens that must follow a chosen one, up to one that ends the generation."""
+        assert request.params is not None
+        if request.matcher is None or token in request.end_token_ids:
+            return ()
+        length, generated = request.context.length, request.generated_tokens
+        limit = min(request.params.max_tokens - generated, self._max_length - length) - 1
+        forced = tuple(request.matcher.advance(token, limit))
+        ends = (n for n, item in enumerate(forced) if item in request.end_token_ids)
+        return forced[: next(ends, len(forced)) + 1]
+
+    def _commit(
+        self, request: Request, tokens: tuple[int, ...], *, is_there: bool
+    ) -> FinishReason | None:
+        """Commits tokens; returns why generation ends there, if it does."""
+        context, params, matcher = request.context, request.params, request.matcher
+        assert params is not None
+        if not is_there:
+            context.tail = self._tree.append(context.tail, tokens, context.hold)
+        self._store.set_length(context, context.length + len(tokens))
+        request.generated_tokens += len(tokens)
+        context.bill.generated_tokens += len(tokens)
         if request.counter is not None:
-            request.counter.add(token)
-        finish = None
-        if token in request.end_token_ids:
-            finish = FinishReason.STOP
-        elif request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
-            finish = FinishReason.LENGTH
-        return Event(request, token, sampled.logprob, finish, top=sampled.top)
+            for token in tokens:
+                request.counter.add(token)
+        is_complete = matcher is not None and matcher.is_complete and matcher.error is None
+        if tokens[-1] in request.end_token_ids or is_complete:
+            return FinishReason.STOP
+        if request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
+            return FinishReason.LENGTH
+        return None

@@ -46,6 +46,7 @@ class Segment:
 
     __slots__ = (
         "_block_ids",
+        "account",
         "away",
         "blocks",
         "children",
@@ -72,6 +73,8 @@ class Segment:
         self.tokens = tokens
         self.parent = parent
         self.root: Segment = self if parent is None else parent.root
+        self.account: Segment = self if parent is None else parent.account
+        """The root at which its tenant's blocks are counted, whatever the adapter."""
         self.children: dict[Segment, None] = {}
         self.blocks: list[int] = []
         self.num_computed = start
@@ -105,7 +108,7 @@ class Segment:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the empty segment all paths of a tenant begin with."""
+        """Whether this is the empty segment that all paths of a tenant and adapter begin with."""
         return self.parent is None
 
     @property

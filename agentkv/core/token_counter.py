@@ -6,7 +6,7 @@ request commits: it is a cache of what the tokens say, and holds nothing that th
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -49,3 +49,11 @@ class TokenCounter:
     def snapshot(self) -> TokenCounts:
         """Copies the counts as they are now."""
         return TokenCounts(self._token_ids[:], self._counts[:])
+
+    def snapshots(self, tokens: Iterable[int]) -> Iterator[TokenCounts]:
+        """Yields the counts as they are, and as they would be after each of some more tokens."""
+        twin = self.fork()
+        yield self.snapshot()
+        for token in tokens:
+            twin.add(token)
+            yield twin.snapshot()

@@ -32,6 +32,10 @@ class Usage(NamedTuple):
     """Tokens whose KV was there when the request began, and so were not run."""
     generated_tokens: int = 0
     """Tokens sampled and committed."""
+    drafted_tokens: int = 0
+    """Tokens guessed ahead, each a row of its own."""
+    accepted_tokens: int = 0
+    """Part of them that was right, and is part of `generated_tokens`."""
 
     def __add__(self, other: object) -> "Usage":
         """Sums two usages field by field."""
@@ -123,6 +127,8 @@ class ContextView:
     labels: tuple[tuple[str, str], ...]
     create_time: float
     """Seconds since the epoch."""
+    adapter: str = ""
+    """The adapter it is computed with; empty: the model's own weights."""
 
     @property
     def pinned(self) -> bool:

@@ -3,18 +3,23 @@
 It decides nothing: what a verb means is `Engine`'s affair.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
+from agentkv.engine.conversation import Conversation
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_stream import EngineStream
 from agentkv.engine.engine_thread import EngineThread, shutting_down
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
+    ChatState,
     Committed,
     ContextTokens,
     EngineView,
@@ -22,10 +27,14 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
+from agentkv.engine.snapshots import Snapshots
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.sampling_params import SamplingParams
 
@@ -40,6 +49,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = EngineThread(engine)
+        self._snapshots = Snapshots(engine, self._thread)
 
     @property
     def limits(self) -> LimitsConfig:
@@ -61,6 +71,12 @@ class AsyncEngine:
         """What a client may want to know of the model."""
         return self._engine.facts
 
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint on a thread of its own; see `GrammarCompiler.compile_soon`."""
+        if isinstance(constraint, Continued):
+            return constraint
+        return await self._engine.grammars.compile_soon(constraint)
+
     async def start(self) -> None:
         """Starts the engine's thread; answers arrive on the running event loop."""
         self._thread.start()
@@ -68,6 +84,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """Ends what still runs with SHUTTING_DOWN and stops the thread. Stopping twice is fine."""
         await self._thread.stop()
+        await asyncio.to_thread(self._snapshots.close)
         self._engine.close()
 
     async def wait_ended(self) -> bool:
@@ -86,6 +103,8 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         """Makes a context of these tokens; see `Engine.create`."""
         operation = await self._thread.complete(
@@ -96,6 +115,8 @@ class AsyncEngine:
                 labels=labels,
                 request_id=request_id,
                 logprobs=logprobs,
+                chat=chat,
+                adapter=adapter,
             )
         )
         return operation.answer
@@ -135,11 +156,17 @@ class AsyncEngine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Appends given tokens, all or none; see `Engine.extend`."""
         operation = await self._thread.complete(
             lambda: self._engine.extend(
-                tenant, context_id, token_ids, expected_length=expected_length, logprobs=logprobs
+                tenant,
+                context_id,
+                token_ids,
+                expected_length=expected_length,
+                logprobs=logprobs,
+                chat=chat,
             )
         )
         return operation.answer
@@ -151,11 +178,12 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
         """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
         return self._thread.stream(
             lambda: self._engine.generate(
-                tenant, context_id, params, expected_length=expected_length
+                tenant, context_id, params, expected_length=expected_length, grammar=grammar
             ),
             self._engine.cancel,
         )
@@ -169,11 +197,12 @@ class AsyncEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
         """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
         return self._thread.stream(
             lambda: self._engine.generate_branches(
-                tenant, context_id, count, params, at=at, labels=labels
+                tenant, context_id, count, params, at=at, labels=labels, grammar=grammar
             ),
             self._engine.cancel,
         )
@@ -254,6 +283,14 @@ class AsyncEngine:
             )
         )
 
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation a context was made of; see `Engine.chat`."""
+        return await self._thread.call(
+            lambda: self._engine.chat(tenant, context_id, expected_length=expected_length)
+        )
+
     async def list(
         self,
         tenant: str,
@@ -276,6 +313,43 @@ class AsyncEngine:
         return await self._thread.call(
             lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
         )
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Saves a context or a tree; see `Snapshots.save`."""
+        return await self._snapshots.save(
+            tenant, context_id, name, recursive=recursive, with_kv=with_kv, overwrite=overwrite
+        )
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        """Makes contexts of a snapshot; see `Snapshots.restore`."""
+        return await self._snapshots.restore(
+            tenant, name, with_kv=with_kv, lease=lease, request_id=request_id
+        )
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        """Lists a tenant's snapshots by name."""
+        return await self._snapshots.list(tenant)
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        """Removes a snapshot; see `Snapshots.delete`."""
+        await self._snapshots.delete(tenant, name)
 
     async def view(self) -> EngineView:
         """Describes the engine."""

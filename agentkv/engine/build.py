@@ -5,6 +5,7 @@ Everything that happens once, at start. Nothing here runs again.
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -13,10 +14,13 @@ from agentkv.engine.engine import Engine
 from agentkv.engine.outputs import ModelFacts
 from agentkv.engine.pool_size import choose_num_blocks
 from agentkv.engine.serving_model import ServingModel, capture_graphs
+from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
 from agentkv.engine.tiers import BuiltTiers, build_tiers
 from agentkv.engine.tokenizer import Tokenizer
 from agentkv.model.device_memory import memory_of
+from agentkv.model.fingerprint import fingerprint
 from agentkv.model.kv_cache import KVCache
+from agentkv.model.kv_image import KVImages
 from agentkv.model.loader import LoadedModel, load_model
 from agentkv.model.random_stream import fresh_seed
 
@@ -42,7 +46,15 @@ def build_engine_for(
     loaded: LoadedModel, config: EngineConfig, report: Callable[[str], None] = lambda _: None
 ) -> Engine:
     """Makes an engine for a model that is loaded already; otherwise as `build_engine`."""
+    identity = None
+    if config.snapshots.dir is not None:  # before the weights are packed or rounded
+        report("Taking the model's fingerprint")
+        identity = fingerprint(loaded)
     serving = ServingModel.prepare(loaded, config, report)
+    snapshot_folder = None
+    if identity is not None:
+        served = replace(identity, dtype=f"{identity.dtype}, weights {serving.weights.kind}")
+        snapshot_folder = SnapshotFolder(SnapshotStore(config.snapshots), served)
     if config.is_on_gpu:
         report("Measuring the largest step")
     facts = serving.measure(memory_of(loaded.device))
@@ -68,6 +80,8 @@ def build_engine_for(
         leases=config.leases,
         pressure=config.pressure,
         quotas=config.quotas,
+        porter=KVImages(runner.kv),
+        snapshot_folder=snapshot_folder,
         end_token_ids=frozenset(loaded.eos_token_ids),
         new_id=_new_handles(),
         new_seed=fresh_seed,
@@ -99,4 +113,5 @@ def _facts(
         has_chat_template=tokenizer.has_chat_template,
         weights=serving.weights.kind,
         weight_bytes=serving.weights.num_bytes,
+        adapters=serving.adapters.names,
     )

@@ -30,6 +30,8 @@ class TextDelta(NamedTuple):
     """The stop text that is complete now; its text is withheld."""
     num_tokens_before_stop: int | None = None
     """Tokens pushed whose text lies wholly before the stop; None when nothing stopped."""
+    num_characters_before_stop: int | None = None
+    """Characters of the text before the stop; None when nothing stopped."""
 
 
 class _Boundary(NamedTuple):
@@ -42,13 +44,19 @@ class _Boundary(NamedTuple):
 class Detokenizer:
     """Text of one branch, incrementally.
 
-    Invariants: no released text is part of a stop; what is held back is a beginning of some
-    stop, or empty; the pieces joined, with the flushed rest, are the decoded text up to the stop.
+    Invariants: no released text is part of a stop, unless the stop is complete and wanted; what is
+    held back is a beginning of some stop, or empty; the pieces joined, with the flushed rest, are
+    the decoded text up to the stop.
     A whole character that shares a token with half of the next one waits for the other half.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
     ) -> None:
         """Begins after a prompt, none of whose text is ever released.
 
@@ -59,10 +67,12 @@ class Detokenizer:
             tokenizer: The model's tokenizer.
             prompt_ids: The tokens before the first one that will be pushed; the last 16 matter.
             stops: Texts that end generation, none empty.
+            include_stop: Release the text of the stop as well, and nothing after it.
         """
         assert all(stops), "an empty text would stop at once"
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
+        self._includes_stop = include_stop
         self._longest_stop = max(map(len, self._stops), default=0)
         self._held = ""
         self._length = 0  # characters decoded, held ones included
@@ -71,6 +81,11 @@ class Detokenizer:
         self._half_ids: list[int] = []  # pushed since the last whole character
         self._stopped = False
         self._prime(list(prompt_ids[-PRIMING_TOKENS:]))
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the text so far, held ones included and half ones not."""
+        return self._length
 
     def push(self, token_id: int) -> TextDelta:
         """Adds one token and returns the text that it released, which is often empty.
@@ -85,9 +100,9 @@ class Detokenizer:
             return TextDelta("")
         piece = self._drop_echo(piece)
         self._half_ids.clear()
+        self._length += len(piece)
         if not self._stops:
             return TextDelta(piece)
-        self._length += len(piece)
         self._held += piece
         self._boundaries.append(_Boundary(self._num_tokens, self._length))
         return self._release()
@@ -96,8 +111,9 @@ class Detokenizer:
         """Returns the text held back at the end of generation; half a character is dropped."""
         text = self._held
         if self._half_ids:
-            rest = self._tokenizer.decode(self._half_ids)
-            text += rest.rstrip(REPLACEMENT)
+            rest = self._tokenizer.decode(self._half_ids).rstrip(REPLACEMENT)
+            text += rest
+            self._length += len(rest)
         self._held = ""
         self._half_ids.clear()
         return text
@@ -152,8 +168,8 @@ class Detokenizer:
             start = self._held.index(stop.text, stop.end - len(stop.text))
             offset = self._length - len(self._held) + start
             before = max(b.num_tokens for b in self._boundaries if b.length <= offset)
-            text, self._held = self._held[:start], ""
-            return TextDelta(text, stop.text, before)
+            text, self._held = self._held[: stop.end if self._includes_stop else start], ""
+            return TextDelta(text, stop.text, before, offset)
         keep = self._num_ambiguous()
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]

@@ -16,31 +16,41 @@ from agentkv.config import (
     QuotasConfig,
     SchedulerConfig,
 )
+from agentkv.constraint import Continued, Tools
 from agentkv.core.block_move import Tier
 from agentkv.core.block_pool import BlockPool
-from agentkv.core.context import Context
+from agentkv.core.context import Context, Region
 from agentkv.core.context_store import ContextPage, ContextStore
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.drafter import Propose, look_up
 from agentkv.core.eviction import flush
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
 from agentkv.core.lower_tiers import LowerTiers
 from agentkv.core.pressure import PressureGauge
+from agentkv.core.rendering import Rendering
 from agentkv.core.reply_table import ReplyTable
+from agentkv.core.request import Request
 from agentkv.core.scheduler import Scheduler
 from agentkv.core.segment import Hold
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView, PoolView
 from agentkv.core.watch import Watcher
+from agentkv.engine.conversation import Conversation
 from agentkv.engine.detokenizer import PRIMING_TOKENS, Detokenizer
+from agentkv.engine.grammar import Grammar, GrammarMatcher
+from agentkv.engine.grammar_compiler import GrammarCompiler
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
-from agentkv.engine.outputs import EngineView, Leased, ModelFacts, Released
+from agentkv.engine.outputs import ChatState, EngineView, Leased, ModelFacts, Released
 from agentkv.engine.request_checks import RequestChecks
 from agentkv.engine.request_factory import RequestFactory
 from agentkv.engine.runner import Mover, Runner
+from agentkv.engine.snapshot_desk import KVPorter, SnapshotDesk
+from agentkv.engine.snapshot_store import SnapshotFolder
 from agentkv.engine.step_loop import StepLoop
 from agentkv.engine.tokenizer import Tokenizer
-from agentkv.errors import AgentKVError, NotFound
+from agentkv.engine.tool_format import ToolCall
+from agentkv.errors import AgentKVError, InvalidRequest, NotFound, Reason
 from agentkv.sampling_params import SamplingParams
 
 OperationT = TypeVar("OperationT", bound=Operation)
@@ -66,17 +76,24 @@ class Engine:
         leases: LeaseConfig,
         pressure: PressureConfig,
         quotas: QuotasConfig | None = None,
+        porter: KVPorter | None = None,
+        snapshot_folder: SnapshotFolder | None = None,
         end_token_ids: frozenset[int],
         new_id: Callable[[], str],
         new_seed: Callable[[], int],
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
         mover: Mover | None = None,
+        propose: Propose = look_up,
     ) -> None:
         assert mover is not None or not pool.host_blocks
         self.facts = facts
         self.tokenizer = tokenizer
         self.limits = limits
+        self.grammars = GrammarCompiler(
+            tokenizer, vocab_size=facts.vocab_size, end_token_ids=end_token_ids
+        )
+        """Compiles constraints; may be used on any thread."""
         self.lease_limits = leases
         lower = LowerTiers(
             pool.block_size, host_blocks=pool.host_blocks, disk_blocks=pool.disk_blocks
@@ -89,15 +106,27 @@ class Engine:
         self._gauge = PressureGauge(pressure)
         self._level = self.pool_view().level
         self._checks = RequestChecks(facts, limits)
-        self._scheduler = Scheduler(self._store, scheduler, max_length=facts.max_length)
+        self._scheduler = Scheduler(
+            self._store, scheduler, max_length=facts.max_length, propose=propose
+        )
         self._loop = StepLoop(
             self._scheduler, runner, self._store, self._tick, mover=mover, timer=timer
         )
         self._replies = ReplyTable(limits.max_replies, limits.reply_ttl)
-        self._factory = RequestFactory(self._tree, end_token_ids, new_seed, facts.vocab_size)
+        self._factory = RequestFactory(
+            self._tree,
+            end_token_ids,
+            new_seed,
+            facts.vocab_size,
+            scheduler.num_speculative_tokens,
+        )
         self._clock = clock
         self._timer = timer
         self._num_forks = 0
+        self.snapshot_folder = snapshot_folder
+        self.snapshots = SnapshotDesk(
+            self._store, self._leases, facts, limits, clock, self._tick, porter
+        )
 
     # -- identity ----------------------------------------------------------------------------
 
@@ -110,33 +139,42 @@ class Engine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Commit:
         """Makes a context of these tokens; computes those that no cached prefix has.
 
-        With `logprobs`, the answer has the log-probability of every token but the first.
+        `chat` is the conversation that the tokens were made of, if they were made of one.
+
+        With `logprobs`, the answer has the log-probability of every token but the first. An
+        adapter is for good: branches inherit it, and nothing is shared with other adapters.
 
         Raises:
-            InvalidRequest: No token, a token id beyond the vocabulary, too many tokens, or a time
-                that no lease can have.
+            InvalidRequest: No such adapter, no token, a token id beyond the vocabulary, too many
+                tokens, or a time that no lease can have.
             PoolExhausted: The pool cannot hold it, the tenant has too many contexts or pins, or
                 too many requests wait.
         """
         self._tick()
         now = self._clock()
-        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs)
+        body = (tuple(token_ids), lease, tuple((labels or {}).items()), logprobs, chat, adapter)
         known = self._replies.find(tenant, "Create", request_id, body, now)
         if isinstance(known, Commit) and not known.has_failed:
             if not known.context.is_released:
                 self._leases.touch(known.context, now)
             return known
+        self._checks.adapter(adapter)
         self._checks.prompt(token_ids)
         proposed = self._leases.propose(lease)
         context = self._store.create(
-            tenant, token_ids, lease=proposed, labels=labels or {}, now=now
+            tenant, token_ids, lease=proposed, labels=labels or {}, now=now, adapter=adapter
         )
+        request = self._factory.completion(context, with_logprobs=logprobs)
+        if chat is not None:
+            request.rendering = Rendering(chat, len(token_ids))
         operation = Commit(
             context,
-            [self._factory.completion(context, with_logprobs=logprobs)],
+            [request],
             self._store.view,
             self.pool_view,
             is_create=True,
@@ -247,8 +285,11 @@ class Engine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Commit:
         """Appends given tokens, all or none.
+
+        `chat` is what the tokens add to the conversation that the context was made of.
 
         Raises:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
@@ -263,6 +304,9 @@ class Engine:
         requests = []
         if token_ids:
             requests.append(self._factory.extension(context, token_ids, with_logprobs=logprobs))
+            if chat is not None:
+                end = context.length + len(token_ids)
+                requests[0].rendering = Rendering(chat, end, context.rendering)
         operation = Commit(context, requests, self._store.view, self.pool_view)
         try:
             self._leases.check_pins([context])
@@ -281,21 +325,31 @@ class Engine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> Generation:
         """Samples tokens and commits each as it comes.
 
+        Args:
+            tenant: The caller.
+            context_id: Handle of the context.
+            params: How to sample.
+            expected_length: Length the context must have; None: any.
+            grammar: What the text must match from here on, or `Continued`: the grammar of the
+                context's last constrained generation, from where that began.
+
         Raises:
             NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
-            InvalidRequest: The context is empty or at the model's longest, or a stop token is
-                beyond the vocabulary.
+            InvalidRequest: The context is empty or at the model's longest, a stop token is
+                beyond the vocabulary, or there is no grammar to continue.
             PoolExhausted: The pool cannot hold it, or too many requests wait.
         """
         self._tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         ends = self._factory.ends(params)
         self._checks.generation(params, ends, length=context.length)
+        self._checks.grammar(params, grammar, context.region)
         self._leases.resume(context, self._clock())
-        return self._generate([context], params, is_single=True)
+        return self._generate([context], params, grammar, is_single=True)
 
     def generate_branches(
         self,
@@ -306,6 +360,7 @@ class Engine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> Generation:
         """Forks `count` branches and generates on each, in one stream; all or none.
 
@@ -319,9 +374,10 @@ class Engine:
         if at is None or at <= parent.length:  # the fork below refuses a position beyond
             length = parent.length if at is None else at
             self._checks.generation(params, self._factory.ends(params), length=length)
+            self._checks.grammar(params, grammar, parent.region_at(length))
         children = self._fork(parent, count, at, labels or {}, None)
         try:
-            return self._generate(children, params, is_single=False)
+            return self._generate(children, params, grammar, is_single=False)
         except AgentKVError:
             for child in children:
                 self._store.release(child)
@@ -395,6 +451,24 @@ class Engine:
             self._scheduler.park_if_leased(leased)
         return Leased(self._store.view(context), len(contexts), self.pool_view())
 
+    # -- durability --------------------------------------------------------------------------
+
+    def find_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object
+    ) -> object | None:
+        """Finds the answer to an earlier call with this id; None when there is none.
+
+        Raises:
+            InvalidRequest: The id was used with another body.
+        """
+        return self._replies.find(tenant, method, request_id, body, self._clock())
+
+    def record_reply(
+        self, tenant: str, method: str, request_id: str | None, body: object, answer: object
+    ) -> None:
+        """Remembers an answer for a repeat of the call."""
+        self._replies.record(tenant, method, request_id, body, answer, self._clock())
+
     # -- observers ---------------------------------------------------------------------------
 
     def get(self, tenant: str, context_id: str) -> ContextView:
@@ -415,6 +489,27 @@ class Engine:
             InvalidRequest: The context is shorter than `start`.
         """
         return self._store.tokens(self._store.get(tenant, context_id), start, limit)
+
+    def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation an idle context was made of, and what follows it there.
+
+        Raises:
+            NotFound, ContextBusy, ContextMoved: See `ContextStore.get_idle`.
+            InvalidRequest: It was not made of messages, or was cut to less than their tokens.
+        """
+        context = self._store.get_idle(tenant, context_id, expected_length)
+        if context.rendering is None:
+            raise InvalidRequest(
+                "The context was not made of messages, or was cut within the first of them; extend "
+                "it by text, or create another from the whole conversation.",
+                reason=Reason.CHAT_NOT_EXTENDABLE,
+                metadata={"common_length": 0},
+            )
+        calls = [call for call in context.rendering if isinstance(call, Conversation)]
+        turn_ids = self._store.tokens(context, context.rendering.end, None)
+        return ChatState(Conversation.joined(calls), turn_ids, context.length)
 
     def list(
         self,
@@ -588,19 +683,56 @@ class Engine:
         return children
 
     def _generate(
-        self, contexts: Sequence[Context], params: SamplingParams, *, is_single: bool
+        self,
+        contexts: Sequence[Context],
+        params: SamplingParams,
+        grammar: Grammar | Continued | None,
+        *,
+        is_single: bool,
     ) -> Generation:
         seed = self._factory.seed(params)
         requests = self._factory.generations(contexts, params, seed)
+        region = contexts[0].region
+        if isinstance(grammar, Grammar):
+            region = Region(grammar, contexts[0].length)
+        if grammar is not None and region is not None:
+            for request in requests:
+                request.matcher = self._matcher(request, region)
         prime = self._tree.last_tokens(contexts[0].tail, PRIMING_TOKENS)
         operation = Generation(
             requests,
-            [Detokenizer(self.tokenizer, prime, params.stop) for _ in contexts],
+            [
+                Detokenizer(self.tokenizer, prime, params.stop, include_stop=params.include_stop)
+                for _ in contexts
+            ],
             self._store.view,
             self.pool_view,
             self._loop.end,
+            read_calls=self._tool_calls,
             seed=seed,
             is_single=is_single,
         )
         self._loop.submit(operation)
+        for context in contexts:
+            context.region = region
         return operation
+
+    def _matcher(self, request: Request, region: Region) -> GrammarMatcher:
+        """Makes the state of a grammar after what a context's region holds."""
+        assert isinstance(region.grammar, Grammar) and request.params is not None
+        context = request.context
+        history = tuple(self._tree.tokens(context.tail, region.start, context.length))
+        # A token that is not sampled has no log-probability, and is not kept from being chosen.
+        asks = request.params.logprobs or request.rules or request.early_rules
+        return GrammarMatcher(region.grammar, history, jumps=not asks)
+
+    def _tool_calls(self, context: Context) -> Sequence[ToolCall]:
+        """Finds the call that a context's region ends with, if it is of tools and does."""
+        region = context.region
+        if region is None or not isinstance(region.grammar, Grammar):
+            return ()
+        constraint = region.grammar.constraint
+        if not isinstance(constraint, Tools):
+            return ()
+        text = self.tokenizer.decode(self._store.tokens(context, region.start, None))
+        return self.grammars.tool_format.read(text, constraint)

@@ -83,6 +83,11 @@ class EngineThread:
         self._post(command)
         return await future
 
+    def post(self, command: Callable[[], None]) -> None:
+        """Runs a command between two steps, for nobody who waits; none once the thread ends."""
+        with suppress(AgentKVError):
+            self._post(command)
+
     async def complete(self, begin: Callable[[], _Awaited]) -> _Awaited:
         """Begins an operation and waits until it is done.
 

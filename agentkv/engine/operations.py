@@ -11,7 +11,7 @@ from agentkv.core.batch import TopLogprobs
 from agentkv.core.context import Context
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.views import ContextView, PoolView, Usage
-from agentkv.engine.detokenizer import Detokenizer
+from agentkv.engine.detokenizer import Detokenizer, TextDelta
 from agentkv.engine.outputs import (
     Branches,
     Chunk,
@@ -21,6 +21,7 @@ from agentkv.engine.outputs import (
     Scores,
     Update,
 )
+from agentkv.engine.tool_format import ToolCall
 from agentkv.errors import AgentKVError, Reason
 
 
@@ -145,8 +146,9 @@ class Generation(Operation):
         detokenizers: Sequence[Detokenizer],
         view: Callable[[Context], ContextView],
         pool: Callable[[], PoolView],
-        end: Callable[[Request], None],
+        end: Callable[[Request, int], None],
         *,
+        read_calls: Callable[[Context], Sequence[ToolCall]],
         seed: int | None,
         is_single: bool,
     ) -> None:
@@ -160,6 +162,7 @@ class Generation(Operation):
         self._view = view
         self._pool = pool
         self._end = end
+        self._read_calls = read_calls
         self._seed = seed
         self._is_single = is_single
         self._news: list[Update] = []
@@ -192,52 +195,69 @@ class Generation(Operation):
         return news
 
     def on_event(self, event: Event) -> None:
-        """Adds a token to its branch, and ends the branch at a stop text."""
+        """Adds tokens to their branch, and ends the branch at a stop text."""
         branch, request = self._branches[event.request], event.request
-        reason, stop, num_before_stop = event.finish, None, None
-        if event.token is not None:
-            branch.token_ids.append(event.token)
-            if event.logprob is not None:
-                branch.logprobs.append(event.logprob)
-            if event.top is not None:
-                branch.top_logprobs.append(event.top)
-            if reason is FinishReason.STOP:  # a stop token: committed, its text withheld
-                num_before_stop = request.generated_tokens - 1
-            else:
-                delta = branch.detokenizer.push(event.token)
-                branch.text += delta.text
-                if delta.stopped is not None:
-                    reason, stop = FinishReason.STOP, delta.stopped
-                    num_before_stop = delta.num_tokens_before_stop
-        if reason is None:
-            return
+        delta = TextDelta("")
+        tokens = () if event.token is None else (event.token, *event.forced)
+        for number, token in enumerate(tokens):
+            branch.token_ids.append(token)
+            if event.finish is FinishReason.STOP and token in request.end_token_ids:
+                delta = self._stop_at(request, branch, token)
+                break
+            delta = branch.detokenizer.push(token)
+            branch.text += delta.text
+            if delta.stopped is not None:
+                event = event._replace(finish=FinishReason.STOP, error=None)
+                num_later = len(tokens) - 1 - number + event.num_later  # forced, or guessed
+                self._end(request, num_later)
+                break
+        if event.logprob is not None:
+            branch.logprobs.append(event.logprob)
+        if event.top is not None:
+            branch.top_logprobs.append(event.top)
         if event.finish is None:
-            self._end(request)
-        if stop is None:
+            return
+        if delta.stopped is None:
             branch.text += branch.detokenizer.flush()
-        self._finish(event, branch.number, reason, stop, num_before_stop)
+        self._finish(event, branch.number, event.finish, delta)
+
+    def _stop_at(self, request: Request, branch: _Branch, token: int) -> TextDelta:
+        """Ends the text before a stop token, which is committed, or with it if that is wanted."""
+        branch.text += branch.detokenizer.flush()
+        num_characters = branch.detokenizer.num_characters
+        if request.params is not None and request.params.include_stop:
+            branch.text += branch.detokenizer.push(token).text
+        return TextDelta("", None, request.generated_tokens - 1, num_characters)
 
     def _finish(
         self,
         event: Event,
         number: int,
         reason: FinishReason,
-        stop: str | None,
-        num_before_stop: int | None,
+        last: TextDelta,
     ) -> None:
         if self._is_single:
             self.error = event.error
         is_released = event.error is not None and event.error.reason is Reason.CONTEXT_RELEASED
+        calls: Sequence[ToolCall] = ()
+        if (
+            reason is FinishReason.STOP
+            and last.stopped is None
+            and event.request.matcher is not None
+        ):
+            calls = self._read_calls(event.request.context)
         self._finishes.append(
             Finish(
                 branch=number,
-                reason=reason,
+                reason=FinishReason.TOOL_CALL if calls else reason,
                 context=None if is_released else self._view(event.request.context),
                 usage=event.request.usage,
                 pool=self._pool(),
                 seed=self._seed,
                 error=event.error,
-                stop=stop,
-                num_tokens_before_stop=num_before_stop,
+                stop=last.stopped,
+                num_tokens_before_stop=last.num_tokens_before_stop,
+                num_characters_before_stop=last.num_characters_before_stop,
+                tool_calls=tuple(calls),
             )
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
+from agentkv.engine.conversation import Conversation
+from agentkv.engine.tool_format import ToolCall
 from agentkv.errors import AgentKVError
 
 
@@ -50,6 +52,10 @@ class Finish:
     """The stop text that ended it, if one did."""
     num_tokens_before_stop: int | None = None
     """Generated tokens that lie wholly before the stop: truncate to there to drop it."""
+    num_characters_before_stop: int | None = None
+    """Characters of the generated text before the stop."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What the model asks its caller to do, when the reason is TOOL_CALL."""
 
 
 Update = Branches | Chunk | Finish
@@ -102,6 +108,17 @@ class ContextTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatState:
+    """The conversation a context was made of, as of one moment."""
+
+    conversation: Conversation
+    turn_ids: tuple[int, ...]
+    """What follows its tokens: the turn it left open."""
+    length: int
+    """Committed tokens of the context, `turn_ids` included."""
+
+
+@dataclass(frozen=True, slots=True)
 class ContinuationScore:
     """Log-probabilities of one continuation, natural logarithm, one per token."""
 
@@ -133,6 +150,45 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotView:
+    """A snapshot as its owner sees it."""
+
+    name: str
+    create_time: float
+    """Seconds since the epoch."""
+    model_name: str
+    num_contexts: int
+    num_tokens: int
+    """Tokens, shared ones once."""
+    num_kv_tokens: int
+    """Those of them whose KV it holds."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Answer of Save."""
+
+    snapshot: SnapshotView
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Answer of Restore."""
+
+    contexts: tuple[ContextView, ...]
+    """Ancestors first."""
+    saved_ids: tuple[str, ...]
+    """Their handles when they were saved, in the same order."""
+    num_kv_tokens: int
+    """Tokens whose KV came back; the others are computed at the next use."""
+    kv_refusal: str
+    """Why KV that the snapshot has was not used; empty when all of it was, or none was wanted."""
+    pool: PoolView
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a client may want to know of the model."""
 
@@ -149,6 +205,8 @@ class ModelFacts:
     weights: str = "float32"
     """What they are kept as."""
     weight_bytes: int = 0
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters that contexts may be created with."""
     host_bytes_per_block: int = 0
     """Of a block in a lower tier; 0 without one."""
 

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import Continued
+from agentkv.core.context import Region
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import ModelFacts
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.sampling_params import SamplingParams
@@ -26,6 +29,20 @@ class RequestChecks:
                 "A context needs at least one token.", violations={"prompt": "must not be empty"}
             )
         self.tokens(token_ids, length=0)
+
+    def adapter(self, name: str) -> None:
+        """Checks that a context may be created with an adapter; empty names none.
+
+        Raises:
+            InvalidRequest: There is no such adapter; names those that there are.
+        """
+        known = self._facts.adapters
+        if name and name not in known:
+            there_are = f"there are {', '.join(known)}" if known else "the server has none"
+            raise InvalidRequest(
+                f"There is no adapter {name!r}; {there_are}.",
+                violations={"adapter": f"names no adapter; {there_are}"},
+            )
 
     def tokens(self, token_ids: Sequence[int], *, length: int) -> None:
         """Checks tokens that are to follow `length` others.
@@ -70,6 +87,28 @@ class RequestChecks:
             )
         self._token_options(params)
         self._leaves_a_token(params, ends)
+
+    def grammar(
+        self, params: SamplingParams, grammar: Grammar | Continued | None, region: Region | None
+    ) -> None:
+        """Checks that text can be constrained as asked.
+
+        Args:
+            params: How to sample.
+            grammar: What the caller asked for.
+            region: What was constrained at that place before, if anything.
+
+        Raises:
+            InvalidRequest: There is nothing to continue, or the text may never end.
+        """
+        violations = {}
+        if isinstance(grammar, Continued) and region is None:
+            violations["constraint.continued"] = "needs a constrained generation before it"
+        if grammar is not None and params.ignore_eos:
+            violations["sampling.ignore_eos"] = "contradicts a constraint, which ends the text"
+        if violations:
+            listed = "; ".join(f"{field} {what}" for field, what in violations.items())
+            raise InvalidRequest(f"The request is wrong: {listed}.", violations=violations)
 
     def continuations(self, continuations: Sequence[Sequence[int]], *, length: int) -> None:
         """Checks what is to be scored after `length` tokens.

@@ -9,6 +9,7 @@ from itertools import count
 from agentkv.core.batch import Stream
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
+from agentkv.core.drafter import Drafter
 from agentkv.core.request import Request
 from agentkv.core.token_counter import TokenCounter
 from agentkv.core.token_rules import TokenRules
@@ -24,11 +25,13 @@ class RequestFactory:
         end_token_ids: frozenset[int],
         new_seed: Callable[[], int],
         vocab_size: int,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self._tree = tree
         self._end_token_ids = end_token_ids
         self._new_seed = new_seed
         self._vocab_size = vocab_size
+        self._num_speculative_tokens = num_speculative_tokens
         self._ids = count(1)
 
     def completion(self, context: Context, *, with_logprobs: bool = False) -> Request:
@@ -76,6 +79,7 @@ class RequestFactory:
                 rules=rules,
                 early_rules=early,
                 counter=None if counter is None else counter.fork(),
+                drafter=self._drafter(params),
             )
             for context in contexts
         ]
@@ -90,6 +94,11 @@ class RequestFactory:
         if params.is_greedy:
             return None
         return self._new_seed() if params.seed is None else params.seed
+
+    def _drafter(self, params: SamplingParams) -> Drafter | None:
+        asked = params.num_speculative_tokens
+        max_tokens = self._num_speculative_tokens if asked is None else asked
+        return Drafter(max_tokens) if max_tokens else None
 
     def _counter(self, context: Context, params: SamplingParams) -> TokenCounter | None:
         """Counts what penalties count before the first token: nothing, or the whole context."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from agentkv.config import EngineConfig
 from agentkv.core.head_logits import KEPT_HEADS
 from agentkv.engine.pool_size import MemoryFacts
 from agentkv.errors import InvalidRequest
+from agentkv.model.adapter_files import read_adapter
 from agentkv.model.compiled import compile_model
 from agentkv.model.device_memory import DeviceMemory
 from agentkv.model.fused_linear import fuse_projections
@@ -24,6 +26,7 @@ from agentkv.model.graph_sizes import row_sizes
 from agentkv.model.kv_cache import KV_DTYPES, KVCache
 from agentkv.model.largest_step import StepSize, run_largest_step
 from agentkv.model.loader import LoadedModel
+from agentkv.model.lora import AdapterStep, install_adapters
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import ModelShape, describe_model
 from agentkv.model.sampler import Sampler
@@ -45,6 +48,7 @@ class ServingModel:
     max_length: int
     """Most tokens of one context."""
     weights: ServedWeights
+    adapters: AdapterStep
 
     @classmethod
     def prepare(cls, loaded: LoadedModel, config: EngineConfig, report: Report) -> "ServingModel":
@@ -60,6 +64,7 @@ class ServingModel:
             UnsupportedModelError: The model cannot be served exactly.
         """
         _check_device(config, loaded.device)
+        adapters = _install_adapters(loaded.model, config)
         native = load_native() if loaded.device.type == "cpu" else None
         kind = None if config.compile else choose_weights(config.weights, loaded.model, native)
         if kind is None and (
@@ -72,11 +77,11 @@ class ServingModel:
             compile_model(loaded.model)
         report("Comparing forked branches with the model's own attention")
         sampler = Sampler()
-        _prove(loaded.model, shape, sampler, config)
+        _prove(loaded.model, shape, sampler, config, adapters)
         weights = convert_weights(loaded.model, kind, native)
         if kind is not None:  # once more: it is another model now
-            _prove(loaded.model, shape, sampler, config, kind)
-        return cls(loaded.model, shape, sampler, config, loaded.max_length, weights)
+            _prove(loaded.model, shape, sampler, config, adapters, kind)
+        return cls(loaded.model, shape, sampler, config, loaded.max_length, weights, adapters)
 
     @property
     def kv_dtype(self) -> torch.dtype | None:
@@ -114,6 +119,7 @@ class ServingModel:
             self.sampler,
             batch_invariant=invariant,
             fixed_rows=self.config.scheduler.token_budget if invariant else None,
+            adapters=self.adapters,
         )
 
     def measure(self, memory: DeviceMemory) -> MemoryFacts:
@@ -196,23 +202,38 @@ def _prove(
     shape: ModelShape,
     sampler: Sampler,
     config: EngineConfig,
+    adapters: AdapterStep,
     kind: WeightKind | None = None,
 ) -> None:
-    """Runs the golden check on what will serve.
+    """Runs the golden check on what will serve, with each adapter and with none.
 
     Raises:
         UnsupportedModelError: The model cannot be served exactly.
     """
     with _one_thread():  # a few rows gain nothing from more, and lose on a busy machine
-        check_model(
-            model,
-            shape,
-            sampler,
-            block_size=config.block_size,
-            kv_dtype=KV_DTYPES.get(config.kv_dtype),
-            weights=kind,
-            batch_invariant=config.batch_invariant,
-        )
+        for adapter in ("", *adapters.names):
+            check_model(
+                model,
+                shape,
+                sampler,
+                block_size=config.block_size,
+                kv_dtype=KV_DTYPES.get(config.kv_dtype),
+                weights=kind,
+                batch_invariant=config.batch_invariant,
+                adapters=adapters,
+                adapter=adapter,
+            )
+
+
+def _install_adapters(model: PreTrainedModel, config: EngineConfig) -> AdapterStep:
+    """Reads the adapters and puts them beside the model's layers.
+
+    Raises:
+        InvalidRequest: A folder cannot be read.
+        UnsupportedModelError: An adapter does what cannot be served, or is another model's.
+    """
+    read = [read_adapter(adapter.name, Path(adapter.path)) for adapter in config.adapters]
+    return install_adapters(model, read)
 
 
 @contextmanager

@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
-from agentkv.core.request import Event, FinishReason, Request
+from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler, Step
 from agentkv.engine.cost_meter import CostMeter
+from agentkv.engine.grammar import GrammarMatcher
+from agentkv.engine.mask_maker import MaskMaker
 from agentkv.engine.operations import Operation
 from agentkv.engine.runner import Mover, Runner
 from agentkv.errors import AgentKVError, NotFound, Reason
@@ -37,6 +39,7 @@ class StepLoop:
         self.scheduler = scheduler
         self._runner = runner
         self._store = store
+        self._masks = MaskMaker()
         self._tick = tick
         self._mover = mover
         self._costs = CostMeter(timer)
@@ -74,6 +77,8 @@ class StepLoop:
         if step.moves and not self._move(step):
             return self._dispatch(events)
         if step.works:
+            allowed = [sample.allowed for sample in step.batch.samples]
+            self._masks.begin([item for item in allowed if isinstance(item, GrammarMatcher)])
             try:
                 with self._costs.computing(step.batch.num_rows):
                     result = self._runner.run(step.batch)
@@ -85,6 +90,21 @@ class StepLoop:
                 self._tick()
                 events += self.scheduler.update(step, result)
         return self._dispatch(events)
+
+    def end(self, request: Request, num_dropped: int = 0) -> None:
+        """Ends a request early; its operation knows why.
+
+        Args:
+            request: One that is known here.
+            num_dropped: Tokens to take back: those that a step committed after its end.
+        """
+        self._operations.pop(request, None)
+        if request.status is not RequestStatus.DONE:  # else the step has ended it
+            self.scheduler.finish(request)
+        if num_dropped:
+            request.generated_tokens -= num_dropped
+            request.context.bill.generated_tokens -= num_dropped
+            self._store.truncate(request.context, request.context.length - num_dropped)
 
     def close(self) -> None:
         """Closes the mover."""
@@ -105,11 +125,6 @@ class StepLoop:
             self.scheduler.abandon(step, failed)
         self.scheduler.set_costs(self._costs.costs())
         return not failed
-
-    def end(self, request: Request) -> None:
-        """Ends a request early; its operation knows why."""
-        del self._operations[request]
-        self.scheduler.finish(request)
 
     def end_released(self, request: Request) -> Operation:
         """Ends a request whose context is about to be released: release wins."""
@@ -132,6 +147,8 @@ class StepLoop:
     def _dispatch(self, events: Sequence[Event]) -> list[Operation]:
         touched: dict[Operation, None] = {}
         for event in events:
+            if event.request not in self._operations:
+                continue  # a token before this one ended it
             operation = self._operations[event.request]
             if event.finish is not None:
                 del self._operations[event.request]

@@ -8,28 +8,17 @@ A *marker* is the text of an added token: `<|im_end|>`, `<think>`. Markers flagg
 markers: models were trained to meet them in ordinary text.
 """
 
-import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import tokenizers
-from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from agentkv.constraint import Tool
+from agentkv.engine.chat_template import ChatTemplate, Encoders
+from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
+from agentkv.engine.text_checks import check_text
 from agentkv.errors import InvalidRequest, Reason
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""A closed list, because a role is written into the prompt unescaped."""
-_SENTINELS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Code points that Unicode reserves for use inside a program; text does not contain them."""
-
-
-class ChatMessage(NamedTuple):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 class Tokenizer:
@@ -52,7 +41,6 @@ class Tokenizer:
         added = self._marked.get_added_tokens_decoder()
         self.control_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """Ids that stand for no text."""
-        self._markers = [token for token in added.values() if _is_marker(token)]
         texts = {number: token for number, token in added.items() if not _is_marker(token)}
         self._plain = _without_markers(self._marked, texts.values())
         # Tokens outside the model's vocabulary are numbered anew by the encoder they are added to.
@@ -61,6 +49,16 @@ class Tokenizer:
         # An unknown word is text, even where its stand-in is flagged special.
         self._forbidden = self.control_ids - {hf_tokenizer.unk_token_id}
         self._prefix = self._find_prefix()
+        self._chat = ChatTemplate(
+            hf_tokenizer,
+            Encoders(
+                plain=self.encode,
+                marked=lambda text: _encode(self._marked, text),
+                decode=self.decode,
+                markers=tuple(token for token in added.values() if _is_marker(token)),
+                control_ids=self.control_ids,
+            ),
+        )
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -71,6 +69,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens that have a text or a meaning; the model's logits may be wider."""
         return self._marked.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the model's chat template."""
+        template: object = self._templates.chat_template
+        return template if isinstance(template, str) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -88,10 +92,10 @@ class Tokenizer:
             InvalidRequest: The text is not valid Unicode, holds NUL, or cannot be told from a
                 control token by this tokenizer.
         """
-        _check_text(text, "text")
+        check_text(text, "text")
         if allow_special:
-            return self._marked.encode(text, add_special_tokens=False).ids
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+            return _encode(self._marked, text)
+        ids = _encode(self._plain, text)
         if self._real_ids:
             ids = [self._real_ids.get(token_id, token_id) for token_id in ids]
         if not self._forbidden.isdisjoint(ids):
@@ -119,7 +123,11 @@ class Tokenizer:
         return self._prefix + ids
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ending: Ending = Ending.PROMPTED,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Encodes a conversation by the model's chat template.
 
@@ -129,30 +137,32 @@ class Tokenizer:
 
         Args:
             messages: The turns, oldest first; at least one.
-            add_generation_prompt: End with the opening of an assistant's turn.
+            ending: What follows the last message; the opening of an assistant's turn as a rule.
+            tools: What the template shows the model as callable.
 
         Raises:
             InvalidRequest: The model has no chat template, a role is unknown, a content is not
-                valid text, or the template refuses the conversation.
+                valid text, or the template refuses the conversation or takes too long.
         """
-        if not messages:
-            raise InvalidRequest("A conversation needs at least one message.")
-        for number, message in enumerate(messages):
-            _check_text(message.content, f"messages[{number}].content")
-            if message.role not in ROLES:
-                raise InvalidRequest(
-                    f"The role {message.role!r} is unknown; use one of {', '.join(ROLES)}.",
-                    violations={f"messages[{number}].role": "unknown role"},
-                )
-        sentinel = _unused_sentinel(messages)
-        hidden = [
-            {"role": message.role, "content": self._hide_markers(message, sentinel)}
-            for message in messages
-        ]
-        rendered = self._render(hidden, add_generation_prompt)
-        if sentinel not in rendered:
-            return self._marked.encode(rendered, add_special_tokens=False).ids
-        return self._encode_around_markers(rendered, sentinel)
+        return self._chat.encode(Conversation(tuple(messages), ending, tuple(tools)))
+
+    def extend_chat(
+        self, before: Conversation, turn_ids: Sequence[int], added: Conversation
+    ) -> ChatExtension:
+        """Finds the tokens that new messages append to a context made of a conversation.
+
+        They are exactly those that the template writes for the whole conversation after what is
+        there already; or a reason says why there are none.
+
+        Args:
+            before: What the context was made of.
+            turn_ids: What follows it there: the assistant's turn, as the model generated it.
+            added: The new messages.
+
+        Raises:
+            InvalidRequest: As for `encode_chat`.
+        """
+        return self._chat.extend(before, turn_ids, added)
 
     def decode(self, ids: Sequence[int], *, skip_control: bool = True) -> str:
         """Decodes ids at once; an incomplete character at the end gives U+FFFD.
@@ -181,59 +191,16 @@ class Tokenizer:
                 return whole[:start]
         return []
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        if not self.has_chat_template:
-            raise InvalidRequest(
-                "This model has no chat template; send text instead of messages.",
-                reason=Reason.UNSUPPORTED_OPTION,
-            )
-        try:
-            rendered: object = self._templates.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}"
-            ) from error
-        assert isinstance(rendered, str)
-        return rendered
 
-    def _hide_markers(self, message: ChatMessage, sentinel: str) -> str:
-        """Writes a number between two sentinels for each marker that has to stay text."""
-        only_control = message.role == "assistant"
-        hidden = [token for token in self._markers if token.special or not only_control]
-        if not hidden:
-            return message.content
-        numbers = {token.content: number for number, token in enumerate(self._markers)}
-        return _longest_first(hidden).sub(
-            lambda match: f"{sentinel}{numbers[match[0]]}{sentinel}", message.content
-        )
+def _encode(encoder: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Encodes text as it stands.
 
-    def _encode_around_markers(self, rendered: str, sentinel: str) -> list[int]:
-        """Encodes a rendered conversation in which some markers are hidden."""
-        by_text = {token.content: token for token in self._markers}
-        hidden = re.compile(f"{sentinel}(\\d+){sentinel}")
-        ids: list[int] = []
-        end = 0
-
-        def add_text(text: str) -> None:
-            restored = hidden.sub(lambda match: self._markers[int(match[1])].content, text)
-            if restored:
-                ids.extend(self.encode(restored))
-
-        for match in _longest_first(self._markers).finditer(rendered):
-            token = by_text[match[0]]
-            text = rendered[end : match.start()]
-            # As the library does: such a token swallows the white space beside it.
-            add_text(text.rstrip() if token.lstrip else text)
-            token_id = self._marked.token_to_id(token.content)
-            assert token_id is not None
-            ids.append(token_id)
-            end = match.end()
-            while token.rstrip and rendered[end : end + 1].isspace():
-                end += 1
-        add_text(rendered[end:])
-        return ids
+    As a batch of one: for a single text the library keeps Python's lock, and a long text would
+    hold up every other thread for as long as it takes.
+    """
+    (encoding,) = encoder.encode_batch_fast([text], add_special_tokens=False)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _is_marker(token: AddedToken) -> bool:
@@ -255,29 +222,3 @@ def _without_markers(
             setattr(plain, part, value)
     plain.add_tokens(list(texts))
     return plain
-
-
-def _longest_first(tokens: Sequence[AddedToken]) -> re.Pattern[str]:
-    texts = sorted((token.content for token in tokens), key=len, reverse=True)
-    return re.compile("|".join(re.escape(text) for text in texts))
-
-
-def _unused_sentinel(messages: Sequence[ChatMessage]) -> str:
-    for sentinel in _SENTINELS:
-        if not any(sentinel in message.content for message in messages):
-            return sentinel
-    raise InvalidRequest("The messages hold every code point that is reserved for programs.")
-
-
-def _check_text(text: str, field: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            "The text is not valid Unicode: it holds half a surrogate pair.",
-            violations={field: f"lone surrogate at {error.start}"},
-        ) from error
-    if "\0" in text:
-        raise InvalidRequest(
-            "The text holds a NUL character.", violations={field: f"NUL at {text.index(chr(0))}"}
-        )

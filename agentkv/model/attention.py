@@ -45,7 +45,7 @@ class LayerCall(NamedTuple):
     key: Tensor
     """(num_rows, num_kv_heads, head_dim), of the step's own tokens."""
     value: Tensor
-    """(num_rows, num_kv_heads, value_dim)"""
+    """(num_rows, num_kv_heads, head_dim), narrower values filled up with zeros."""
     scale: float
     """Factor of the scores: it differs per model, so it is always the model's own."""
     window: int | None
@@ -60,7 +60,7 @@ class AttentionStep(Protocol):
     """One forward pass as attention sees it."""
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Answers one layer: (num_rows, num_query_heads, value_dim)."""
+        """Answers one layer: (num_rows, num_query_heads, head_dim)."""
         ...
 
 
@@ -85,13 +85,23 @@ def _attention(
         layer=_layer_of(module),
         query=query[0].transpose(0, 1),
         key=key[0].transpose(0, 1),
-        value=value[0].transpose(0, 1),
+        value=_as_wide_as(key, value)[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    return agentkv_step.attend(call)[None], None  # (1, num_rows, num_query_heads, value_dim)
+    attended = agentkv_step.attend(call)[..., : value.shape[-1]]
+    return attended[None], None  # (1, num_rows, num_query_heads, value_dim)
+
+
+def _as_wide_as(key: Tensor, value: Tensor) -> Tensor:
+    """Fills values up with zeros to the width of the keys: those of latent attention are narrower.
+
+    A sum of values is then filled up as well, so nothing but memory is lost.
+    """
+    missing = key.shape[-1] - value.shape[-1]
+    return nn.functional.pad(value, (0, missing)) if missing > 0 else value
 
 
 def _layer_of(module: nn.Module) -> int:

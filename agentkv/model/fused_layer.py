@@ -54,10 +54,10 @@ class _Functions:
 
     def __init__(self, native: NativeLibrary) -> None:
         self.before = native.function(
-            *("int8_before_attention", _P, _N, _N, _P, _F, _P, _P, _P, _P, _N, _N, _N, _P, _P)
+            *("int8_before_attention", _P, _N, _N, _P, _F, _P, _P, _P, _P, _N, _N, _N, _P, _P, _N)
         )
         self.after = native.function(
-            *("int8_after_attention", _P, _N, _N, _P, _N, _P, _P, _P, _F, _P, _P, _N, _P)
+            *("int8_after_attention", _P, _N, _N, _P, _N, _P, _P, _P, _F, _P, _P, _N, _P, _N)
         )
 
 
@@ -132,6 +132,7 @@ class FusedLayer:
             num_heads,
             out.data_ptr(),
             self._scratch.at_least(scratch_bytes(num_rows, width)),
+            torch.get_num_threads(),
         )
         return out[:, : parts.num_heads], out[:, parts.num_heads : rotated], out[:, rotated:]
 
@@ -154,6 +155,7 @@ class FusedLayer:
             parts.down.panels.data_ptr(),
             inner,
             self._scratch.at_least(scratch_bytes(num_rows, numbers)),
+            torch.get_num_threads(),
         )
         return hidden
 

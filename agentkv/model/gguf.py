@@ -1,7 +1,7 @@
 """Converts a GGUF file into a folder of safetensors, once.
 
 It owns names, shapes and numbers of the weights; the tokenizer is `gguf_tokenizer`'s, where the
-result lies is `conversion_cache`'s. Another architecture is another entry of `ARCHITECTURES`.
+result lies is `conversion_cache`'s. Another architecture is an entry of `gguf_architectures`.
 
 The reader of transformers is not used: it needs a further library at run time, loses the digit
 splitting of this family's tokenizer, and would do the work again at every start.
@@ -9,7 +9,6 @@ splitting of this family's tokenizer, and would do the work again at every start
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,15 @@ from numpy.typing import NDArray
 from agentkv.errors import InvalidRequest, UnsupportedModelError
 from agentkv.model import conversion_cache
 from agentkv.model.conversion_cache import CacheKey
+from agentkv.model.gguf_architectures import ARCHITECTURES, Architecture
 from agentkv.model.gguf_metadata import GgufMetadata
+from agentkv.model.gguf_source import GgufSource
 from agentkv.model.gguf_tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same GGUF file would be converted differently."""
 SHARD_BYTES = 2 * 2**30
 """Most bytes of tensors held in memory and written to one file."""
@@ -33,47 +34,13 @@ SHARD_BYTES = 2 * 2**30
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one architecture of GGUF is named and laid out in Hugging Face's terms."""
-
-    model_type: str
-    model_class: str
-    block_tensors: Mapping[str, str]
-    """Part of a block in GGUF -> the same part in the model."""
-    interleaved: Mapping[str, str] = field(default_factory=dict)
-    """Block tensors whose rows llama.cpp reordered for its rotary embedding -> the key that says
-    how many heads they have."""
-    config: Mapping[str, object] = field(default_factory=dict)
-    """Entries of the model's config that the file does not say."""
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        model_type="llama",
-        model_class="LlamaForCausalLM",
-        block_tensors={
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-        interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"},
-        config={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    ),
-}
-
-
-def convert_gguf(path: Path, *, cache_root: Path | None = None, report: Report) -> Path:
+def convert_gguf(
+    given: Path | GgufSource, *, cache_root: Path | None = None, report: Report
+) -> Path:
     """Finds or makes the converted folder of a GGUF file.
 
     Args:
-        path: The GGUF file.
+        given: The GGUF file, or its parts.
         cache_root: Folder of all conversions; None takes the user's cache.
         report: Called with a line when the file has to be converted, which takes seconds.
 
@@ -87,18 +54,20 @@ def convert_gguf(path: Path, *, cache_root: Path | None = None, report: Report) 
         InvalidRequest: The file is not GGUF, or is cut short.
         OSError: The cache cannot be written.
     """
-    key = CacheKey(path.stem, conversion_cache.file_sha256(path), FORMAT)
+    source = GgufSource.of(given)
+    key = CacheKey(source.stem, source.sha256(), FORMAT)
 
     def build(folder: Path) -> None:
-        report(f"Converting {path.name} once; later starts reuse the result.")
-        _write_folder(_open(path), folder)
+        report(f"Converting {source.stem} once; later starts reuse the result.")
+        _write_folder(_open(source.whole(folder.parent)), folder)
 
     return conversion_cache.find_or_build(cache_root or conversion_cache.default_root(), key, build)
 
 
-def find_converted(path: Path, *, cache_root: Path | None = None) -> Path | None:
+def find_converted(given: Path | GgufSource, *, cache_root: Path | None = None) -> Path | None:
     """Finds the converted folder of a GGUF file; None when it would have to be made."""
-    key = CacheKey(path.stem, conversion_cache.file_sha256(path), FORMAT)
+    source = GgufSource.of(given)
+    key = CacheKey(source.stem, source.sha256(), FORMAT)
     return conversion_cache.find(cache_root or conversion_cache.default_root(), key)
 
 
@@ -146,7 +115,7 @@ def _model_config(
         raise UnsupportedModelError(
             f"The GGUF file rotates {rotated} of {head_dim} dimensions per head."
         )
-    return {
+    config: dict[str, Any] = {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "dtype": "float32",
@@ -163,6 +132,7 @@ def _model_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         **architecture.config,
     }
+    return config | architecture.more_config(metadata, config)
 
 
 def _refuse_unknown_features(metadata: GgufMetadata, name: str) -> None:
@@ -261,6 +231,8 @@ def _float_tensors(
         part = tensor.name.split(".")[2] if tensor.name.startswith("blk.") else ""
         if part in architecture.interleaved:
             weight = _undo_interleaving(weight, config[architecture.interleaved[part]])
+        if architecture.norms_are_shifted and tensor.name.endswith("norm.weight"):
+            weight = weight - 1  # the model adds it back
         yield names[tensor.name], np.ascontiguousarray(weight)
 
 

@@ -1,8 +1,9 @@
 """Writes the tokenizer of a GGUF file as `tokenizer.json` and `tokenizer_config.json`.
 
-It owns how text is split and which tokens are control tokens; it knows no weights. Byte-level BPE
-only: that is what GGUF calls the model `gpt2`. Another way of splitting text is another entry of
-`PRE_TOKENIZERS`, under the name that llama.cpp gives it.
+It owns how text is split and which tokens are control tokens; it knows no weights. Byte-level BPE,
+which GGUF calls the model `gpt2`, is made here, SentencePiece's (`llama`) in `gguf_sentencepiece`.
+Another way of splitting text for the former is another entry of `PRE_TOKENIZERS`, under the name
+that llama.cpp gives it.
 """
 
 import json
@@ -16,6 +17,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.gguf_metadata import GgufMetadata
+from agentkv.model.gguf_sentencepiece import build_sentencepiece
 
 
 class TokenType(IntEnum):
@@ -112,12 +114,33 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path, *, max_length: int) ->
 
 
 def _build_tokenizer(metadata: GgufMetadata, tokens: list[str]) -> Tokenizer:
+    vocab = {token: number for number, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise UnsupportedModelError("The GGUF file lists one token twice.")
+    kinds = metadata.require_list("tokenizer.ggml.token_type", int)
     model = metadata.require("tokenizer.ggml.model", str)
-    if model != "gpt2":
+    if model == "llama":
+        joined = [kind == TokenType.NORMAL for kind in kinds]
+        tokenizer = build_sentencepiece(metadata, vocab, joined)
+    elif model == "gpt2":
+        tokenizer = _build_byte_level(metadata, vocab)
+    else:
         raise UnsupportedModelError(
-            f"The GGUF file's tokenizer is {model!r}; only byte-level BPE ('gpt2') can be "
-            "converted. Load the model's safetensors instead."
+            f"The GGUF file's tokenizer is {model!r}; only byte-level BPE ('gpt2') and "
+            "SentencePiece's ('llama') can be converted. Load the model's safetensors instead."
         )
+    added = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=added[TokenType(kind)], normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in added
+        ]
+    )
+    return tokenizer
+
+
+def _build_byte_level(metadata: GgufMetadata, vocab: Mapping[str, int]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", str) or "gpt-2"
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
@@ -125,21 +148,9 @@ def _build_tokenizer(metadata: GgufMetadata, tokens: list[str]) -> Tokenizer:
             "Load the model's safetensors instead."
         )
     merges = [_merge(line) for line in metadata.require_list("tokenizer.ggml.merges", str)]
-    vocab = {token: number for number, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise UnsupportedModelError("The GGUF file lists one token twice.")
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(dict(vocab), merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.require_list("tokenizer.ggml.token_type", int)
-    added = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=added[TokenType(kind)], normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in added
-        ]
-    )
     return tokenizer
 
 

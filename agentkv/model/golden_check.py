@@ -7,17 +7,18 @@ what keeps them out. It knows nothing of the engine's pool.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentkv.core.batch import BlockCopy
+from agentkv.core.batch import AdapterRows, Batch, BlockCopy
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.hand_batch import BranchRows, Piece, batch_of
 from agentkv.model.kv_cache import KVCache
+from agentkv.model.lora import AdapterStep
 from agentkv.model.model_runner import ModelRunner, TokenSampler
 from agentkv.model.model_shape import ModelShape
 from agentkv_kernels.ops import Implementation
@@ -62,6 +63,8 @@ def check_model(
     weights: str | None = None,
     implementation: Implementation | None = None,
     batch_invariant: bool = False,
+    adapters: AdapterStep | None = None,
+    adapter: str = "",
 ) -> GoldenReport:
     """Compares two forked branches with the model's own attention on each branch's tokens.
 
@@ -74,6 +77,8 @@ def check_model(
         weights: What they were rounded to, `bf16` or `int8`; None where they are as loaded.
         implementation: Of the kernels, as for `ModelRunner`.
         batch_invariant: As for `ModelRunner`.
+        adapters: Of the model, if it has any.
+        adapter: The one to compute with, compared with the model as if it was merged into it.
 
     Raises:
         UnsupportedModelError: The logits differ by more than the dtype's tolerance; says by how
@@ -85,13 +90,20 @@ def check_model(
     tokens[1, : layout.prefix] = tokens[0, : layout.prefix]
     kv = KVCache(shape, num_blocks=layout.num_blocks, block_size=block_size, dtype=kv_dtype)
     kv.poison(float("nan"))
+    beside = adapters or AdapterStep()
     runner = ModelRunner(
-        model, kv, sampler, implementation=implementation, batch_invariant=batch_invariant
+        model,
+        kv,
+        sampler,
+        implementation=implementation,
+        batch_invariant=batch_invariant,
+        adapters=beside,
     )
-    heads = _run_branches(runner, layout, tokens.tolist())
+    heads = _run_branches(runner, layout, tokens.tolist(), adapter)
     ours = model.config._attn_implementation
     try:
-        expected = _own_logits(model, tokens.to(shape.device), first=layout.prefix - 1)
+        with beside.merged(adapter):
+            expected = _own_logits(model, tokens.to(shape.device), first=layout.prefix - 1)
     finally:
         model.set_attn_implementation(ours)
     tolerance = max(
@@ -175,7 +187,7 @@ class _Layout:
 
 
 def _run_branches(
-    runner: ModelRunner, layout: _Layout, tokens: Sequence[Sequence[int]]
+    runner: ModelRunner, layout: _Layout, tokens: Sequence[Sequence[int]], adapter: str
 ) -> list[_Head]:
     """Runs prefix and branches in four steps, keeping the logits of every compared row."""
     heads: list[_Head] = []
@@ -184,7 +196,7 @@ def _run_branches(
         rows = BranchRows(tuple(tokens[0][start:end]), start, layout.prefix_path(end))
         last = (end - start - 1,) if end == layout.prefix else ()
         batch = batch_of([rows], block_size=layout.block_size, heads=last)
-        kept = runner.run(batch).heads
+        kept = runner.run(_with_adapter(batch, adapter)).heads
         heads += [_head(branch, end - 1, head) for branch in (0, 1) for head in kept]
     done = [layout.prefix, layout.prefix]
     for counts in ((3, 2), (1, 2)):  # two chunks of different length, then a decode beside a chunk
@@ -203,10 +215,15 @@ def _run_branches(
             copies=layout.copies() if done[0] == layout.prefix else (),
             heads=range(len(places)),
         )
-        kept = runner.run(batch).heads
+        kept = runner.run(_with_adapter(batch, adapter)).heads
         heads += [_head(*place, head) for place, head in zip(places, kept, strict=True)]
         done = [done[b] + counts[b] for b in (0, 1)]
     return heads
+
+
+def _with_adapter(batch: Batch, adapter: str) -> Batch:
+    """Gives all rows of a batch an adapter, if there is one."""
+    return replace(batch, adapters=(AdapterRows(adapter, 0, batch.num_rows),) if adapter else ())
 
 
 def _head(branch: int, position: int, logits: object) -> _Head:

@@ -108,6 +108,18 @@ class KVCache:
         """Returns the factors of what a layer reads, views of the pool; None unless it is 8-bit."""
         return self._scales[self.shape.layers[layer].donor]
 
+    def parts(self) -> dict[str, Tensor]:
+        """Returns every tensor of the pool by a name that depends on the model alone.
+
+        Each is (num_layers, 2, num_blocks, block_size, num_kv_heads, width).
+        """
+        parts = {}
+        for number, group in enumerate(self._groups):
+            parts[f"group{number}.numbers"] = group.numbers
+            if group.factors is not None:
+                parts[f"group{number}.factors"] = group.factors
+        return parts
+
     @property
     def is_quantised(self) -> bool:
         """Whether the pool stores 8-bit numbers and factors."""

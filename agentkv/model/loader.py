@@ -26,6 +26,7 @@ from transformers import (
 from agentkv.errors import InvalidRequest, UnsupportedModelError
 from agentkv.model import hub
 from agentkv.model.catalog import ALIASES
+from agentkv.model.gguf_source import GgufSource
 from agentkv.model.support import check_supported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,10 +109,10 @@ def resolve(name: str, report: Report = _silent) -> Path:
         UnsupportedModelError: It leads to a GGUF file that cannot be converted.
     """
     if (alias := ALIASES.get(name)) is not None:
-        package_file = alias.find_package_file()
-        if package_file is None:
+        packaged = alias.find_packaged()
+        if packaged is None:
             return hub.fetch_snapshot(alias.hub_id, report)
-        return _convert(package_file, report)
+        return _convert(packaged, report)
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not hub.has_weights(path):
@@ -127,11 +128,11 @@ def resolve(name: str, report: Report = _silent) -> Path:
     )
 
 
-def _convert(path: Path, report: Report) -> Path:
+def _convert(source: Path | GgufSource, report: Report) -> Path:
     # Imported here: a folder of safetensors needs no converter.
     from agentkv.model.gguf import convert_gguf
 
-    return convert_gguf(path, report=report)
+    return convert_gguf(source, report=report)
 
 
 def _looks_like_hub_id(name: str) -> bool:

@@ -23,7 +23,12 @@ Ids = NDArray[np.int64]
 
 def has_edits(sample: Sample) -> bool:
     """Whether anything here changes the logits of a row."""
-    return sample.rules is not None or bool(sample.masks) or sample.counts is not None
+    return (
+        sample.rules is not None
+        or sample.allowed is not None
+        or bool(sample.masks)
+        or sample.counts is not None
+    )
 
 
 def edit_logits(logits: Tensor, samples: Sequence[Sample]) -> None:
@@ -47,6 +52,7 @@ def edit_logits(logits: Tensor, samples: Sequence[Sample]) -> None:
         logits.view(-1).index_fill_(0, _places(logits, banned), -torch.inf)
     masks = [(row, mask) for row, rule in rules for mask in rule.masks]
     masks += [(row, mask) for row, each in enumerate(samples) for mask in each.masks]
+    masks += [(row, each.allowed.bits()) for row, each in enumerate(samples) if each.allowed]
     if masks:
         apply_masks(logits, [row for row, _ in masks], [mask for _, mask in masks])
 

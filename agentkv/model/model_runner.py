@@ -23,6 +23,7 @@ from agentkv.model.graph_reader import GraphReader, PlanGraphReader, WorkListRea
 from agentkv.model.graph_sizes import Levels, capacity, levels
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.logit_source import LogitSource
+from agentkv.model.lora import AdapterStep
 from agentkv.model.paged_step import AttentionOptions, PagedStep, PlanReader, Reader
 from agentkv.model.step_graph import StepGraph, graph_maker
 from agentkv.model.step_rows import StepRows
@@ -79,6 +80,7 @@ class ModelRunner:
         batch_invariant: bool = False,
         fixed_rows: int | None = None,
         slice_bytes: int | None = None,
+        adapters: AdapterStep | None = None,
     ) -> None:
         """Pairs a model with its pool.
 
@@ -93,6 +95,7 @@ class ModelRunner:
                 whatever runs beside a row; no batch may have more. None: steps as they come.
             slice_bytes: Most bytes of fp32 logits that one call of the sampler sees; None takes
                 the size for the device.
+            adapters: Of the model; None where it has none.
         """
         self.kv = kv
         self._model = model
@@ -103,6 +106,7 @@ class ModelRunner:
         self._slice_bytes = slice_bytes or (GPU_SLICE_BYTES if on_gpu else SLICE_BYTES)
         self._planner = AttentionPlanner(kv.block_size)
         self._step = PagedStep(kv, self._options)
+        self._adapters = adapters or AdapterStep()
         self._graphs: DecodeGraphs | None = None
         self._num_steps = 0
         self._num_rows = 0
@@ -191,10 +195,13 @@ class ModelRunner:
         asked = _asked_rows(batch)
         if not batch.num_rows:
             return LogitSource(None, (), self._slice_bytes)
-        fits = self._graphs.padded_rows(batch, len(asked)) if self._graphs is not None else None
+        # A graph has no adapter: which rows have one is decided on the host.
+        graphs = None if batch.adapters else self._graphs
+        fits = graphs.padded_rows(batch, len(asked)) if graphs is not None else None
         num_rows = fits or self._fixed_rows or batch.num_rows
+        self._adapters.begin(batch.adapters, num_rows)
         plan = self._planner.plan(batch, num_rows)
-        logits = self._graphs.run(batch, plan) if fits and self._graphs is not None else None
+        logits = graphs.run(batch, plan) if fits and graphs is not None else None
         if logits is not None:
             return LogitSource(logits, asked, self._slice_bytes)
         device = self.kv.shape.device

@@ -129,7 +129,7 @@ def _layer_shape(model: PreTrainedModel, call: LayerCall, calls: list[LayerCall]
     if call.key.shape != call.value.shape:
         raise UnsupportedModelError(
             f"{type(model).__name__}, layer {call.layer}: keys have {call.key.shape[-1]} "
-            f"dimensions and values {call.value.shape[-1]}; the KV pool holds only equal ones."
+            f"dimensions and values {call.value.shape[-1]}; the KV pool holds none that are wider."
         )
     donor = next(other.layer for other in calls if other.key.data_ptr() == call.key.data_ptr())
     _, num_kv_heads, head_dim = call.key.shape

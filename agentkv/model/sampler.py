@@ -23,6 +23,8 @@ from agentkv.model.upload import upload
 
 _FAILED = -1
 """Stands for the token of a row that failed."""
+_STUCK = -2
+"""The same where no token may be chosen."""
 
 
 class Sampler:
@@ -48,14 +50,16 @@ class Sampler:
             scores = raw.clone()
             edit_logits(scores, samples)
         tokens = _greatest(scores)
-        failed = ~scores.gather(1, tokens[:, None]).squeeze(1).isfinite()
+        greatest = scores.gather(1, tokens[:, None]).squeeze(1)
+        failed = ~greatest.isfinite()
         drawn = [row for row, sample in enumerate(samples) if not sample.params.is_greedy]
         if drawn:
             index = upload(drawn, torch.int64, scores.device)
             is_own = scores is not raw and len(drawn) == len(samples)  # then nobody reads it later
             picked = scores if is_own else scores[index]
             tokens[index] = _draw(picked, failed[index], [samples[row] for row in drawn])
-        return _answers(tokens.masked_fill(failed, _FAILED), _reports(raw, tokens, samples))
+        answers = tokens.masked_fill(failed, _FAILED).masked_fill(greatest == -torch.inf, _STUCK)
+        return _answers(answers, _reports(raw, tokens, samples))
 
     def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
         """Computes the natural logarithm of one given token's probability for each row.
@@ -135,8 +139,8 @@ def _answers(tokens: Tensor, reports: _Reports | None) -> list[Sampled]:
         values = dict(zip(reports.rows, fetched[len(tokens) :], strict=True))
         tops = reports.top
     return [
-        Sampled(_FAILED, None, failed=True)
-        if token == _FAILED
+        Sampled(_FAILED, None, failed=True, is_stuck=token == _STUCK)
+        if token in (_FAILED, _STUCK)
         else Sampled(token, values.get(row), top=tops.get(row))
         for row, token in enumerate(listed)
     ]

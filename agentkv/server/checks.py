@@ -12,9 +12,21 @@ from typing import Final
 from google.protobuf.message import Message
 
 from agentkv.config import LimitsConfig
+from agentkv.constraint import (
+    AUTO,
+    MAX_TOOLS,
+    Choices,
+    Constraint,
+    Continued,
+    JsonSchema,
+    Lark,
+    Regex,
+    Tool,
+    Tools,
+)
 from agentkv.core.lease import LeaseMode, LeaseTerms
+from agentkv.engine.conversation import ROLES, ChatMessage, Conversation, Ending
 from agentkv.engine.outputs import ModelFacts
-from agentkv.engine.tokenizer import ROLES, ChatMessage
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.sampling_params import SamplingParams
 from agentkv.server.inputs import ChatInput, TextInput, TokenInput
@@ -127,7 +139,7 @@ class Checks:
         return dict(sorted(labels.items()))
 
     def lease(
-        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest
+        self, request: pb.CreateRequest | pb.ForkRequest | pb.UpdateLeaseRequest | pb.RestoreRequest
     ) -> LeaseTerms | None:
         """Checks the lease that is asked for; None when the caller named none.
 
@@ -144,6 +156,11 @@ class Checks:
         )
         ttl = options.ttl if options.HasField("ttl") else None
         return LeaseTerms(LEASE_MODES.get(options.mode), ttl, options.may_reduce)
+
+    def snapshot_name(self, value: str) -> str:
+        """Checks that a name was given; which names there may be is the engine's to say."""
+        self._require(bool(value), "name", "must name a snapshot")
+        return value
 
     def count(self, request: pb.ForkRequest | pb.GenerateBranchesRequest) -> int:
         """Checks the number of branches, before any work grows with it."""
@@ -182,8 +199,15 @@ class Checks:
         self._add("prompt", "must be given as text, messages or token_ids")
         return TokenInput(())
 
-    def extension(self, request: pb.ExtendRequest) -> TextInput | TokenInput:
+    def extension(self, request: pb.ExtendRequest) -> TextInput | ChatInput | TokenInput:
         """Checks the tokens to append."""
+        if request.WhichOneof("input") == "messages":
+            self._require(
+                not request.messages.tools,
+                "messages.tools",
+                "are given with the first messages of a context alone",
+            )
+            return self._chat(request.messages)
         return self._input(request, "", "input", request.allow_special)
 
     def continuations(self, request: pb.ScoreRequest) -> tuple[TextInput | TokenInput, ...]:
@@ -203,6 +227,26 @@ class Checks:
         for violation in checked.violations:
             self._add(*violation)
         return checked.params
+
+    def constraint(
+        self, request: pb.GenerateRequest | pb.GenerateBranchesRequest
+    ) -> Constraint | None:
+        """Checks the form of a constraint; what it says is the compiler's to judge."""
+        if not request.HasField("constraint"):
+            return None
+        self._require(
+            not request.sampling.ignore_eos,
+            "sampling.ignore_eos",
+            "contradicts a constraint, which ends the text",
+        )
+        try:
+            constraint = _constraint(request.constraint)
+        except InvalidRequest as error:
+            for field, what in error.violations.items():
+                self._add(field, what, Reason.GRAMMAR_REJECTED)
+            return None
+        self._require(constraint is not None, "constraint", "must be given in one form")
+        return constraint
 
     def tokenised(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Checks what text became: text of one character may be no token at all."""
@@ -258,7 +302,7 @@ class Checks:
             "messages",
             f"takes 1 to {MAX_MESSAGES} turns, got {len(chat.messages)}",
         ):
-            return ChatInput((), True)
+            return ChatInput(Conversation(()))
         self._is_short(sum(len(message.content) for message in chat.messages), "messages")
         for i, message in enumerate(chat.messages):
             self._require(
@@ -270,11 +314,38 @@ class Checks:
             self._require(
                 "\0" not in message.content, f"messages[{i}].content", "must not contain NUL"
             )
-        has_option = chat.HasField("add_generation_prompt")
-        return ChatInput(
-            tuple(ChatMessage(message.role, message.content) for message in chat.messages),
-            chat.add_generation_prompt if has_option else True,
+        messages = [ChatMessage(message.role, message.content) for message in chat.messages]
+        return ChatInput(Conversation(tuple(messages), self._ending(chat), self._tools(chat)))
+
+    def _ending(self, chat: pb.ChatMessages) -> Ending:
+        if not chat.continue_final_message:
+            has_option = chat.HasField("add_generation_prompt")
+            is_closed = has_option and not chat.add_generation_prompt
+            return Ending.CLOSED if is_closed else Ending.PROMPTED
+        self._require(
+            not chat.add_generation_prompt,
+            "messages.continue_final_message",
+            "contradicts add_generation_prompt",
         )
+        self._require(
+            chat.messages[-1].role == "assistant",
+            "messages.continue_final_message",
+            "needs an assistant's message at the end",
+        )
+        return Ending.CONTINUED
+
+    def _tools(self, chat: pb.ChatMessages) -> tuple[Tool, ...]:
+        if not chat.tools:
+            return ()
+        try:
+            tools = Tools([_tool(tool) for tool in chat.tools[: MAX_TOOLS + 1]])
+        except InvalidRequest as error:
+            for what in error.violations.values():
+                self._add("messages.tools", what)
+            return ()
+        size = sum(len(tool.description) + len(tool.parameters) for tool in tools.tools)
+        self._is_short(size, "messages.tools")
+        return tools.tools
 
     def _is_short(self, num_characters: int, field: str) -> bool:
         most = max_characters(self._model)
@@ -309,3 +380,30 @@ class Checks:
 def max_characters(model: ModelFacts) -> int:
     """Says how long a text or a conversation may be, in characters, to be tokenised at all."""
     return model.max_length * MAX_CHARACTERS_PER_TOKEN
+
+
+def _tool(message: pb.Tool) -> Tool:
+    return Tool(message.name, message.description, message.parameters or None)
+
+
+def _constraint(message: pb.Constraint) -> Constraint | None:
+    """Reads a constraint; None when it has no form.
+
+    Raises:
+        InvalidRequest: Texts or tools are none, too many or ill-named.
+    """
+    match message.WhichOneof("form"):
+        case "json_schema":
+            return JsonSchema(message.json_schema)
+        case "regex":
+            return Regex(message.regex)
+        case "grammar":
+            return Lark(message.grammar)
+        case "choices":
+            return Choices(tuple(message.choices.texts))
+        case "tools":
+            tools = [_tool(tool) for tool in message.tools.tools]
+            return Tools(tools, message.tools.choice or AUTO)
+        case "continued":
+            return Continued() if message.continued else None
+    return None

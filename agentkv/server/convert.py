@@ -25,6 +25,8 @@ from agentkv.engine.outputs import (
     EngineView,
     Finish,
     ModelFacts,
+    Restored,
+    SnapshotView,
     Update,
 )
 from agentkv.errors import AgentKVError, PoolExhausted
@@ -82,6 +84,8 @@ FINISH_REASONS: Final = MappingProxyType(
         FinishReason.STOP: pb.FINISH_REASON_STOP,
         FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
         FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+        FinishReason.DEAD_END: pb.FINISH_REASON_DEAD_END,
+        FinishReason.TOOL_CALL: pb.FINISH_REASON_TOOL_CALL,
     }
 )
 
@@ -120,6 +124,7 @@ def context(view: ContextView) -> pb.Context:
         labels=dict(view.labels),
         reclaimable_blocks=view.reclaimable_blocks,
         lease=lease(view.lease, view.expire_time),
+        adapter=view.adapter,
     )
     message.create_time.FromNanoseconds(int(view.create_time * 1e9))
     return message
@@ -152,6 +157,8 @@ def usage(value: Usage) -> pb.Usage:
         computed_tokens=value.computed_tokens,
         cached_tokens=value.cached_tokens,
         generated_tokens=value.generated_tokens,
+        drafted_tokens=value.drafted_tokens,
+        accepted_tokens=value.accepted_tokens,
     )
 
 
@@ -230,6 +237,31 @@ def extended(value: Committed) -> pb.ExtendResponse:
     )
 
 
+def snapshot(view: SnapshotView) -> pb.Snapshot:
+    """Translates a snapshot."""
+    message = pb.Snapshot(
+        name=view.name,
+        model_name=view.model_name,
+        num_contexts=view.num_contexts,
+        num_tokens=view.num_tokens,
+        num_kv_tokens=view.num_kv_tokens,
+        num_bytes=view.num_bytes,
+    )
+    message.create_time.FromNanoseconds(int(view.create_time * 1e9))
+    return message
+
+
+def restored(value: Restored) -> pb.RestoreResponse:
+    """Translates the answer of Restore."""
+    return pb.RestoreResponse(
+        contexts=[context(view) for view in value.contexts],
+        saved_ids=value.saved_ids,
+        num_kv_tokens=value.num_kv_tokens,
+        kv_refusal=value.kv_refusal,
+        pool=pool(value.pool),
+    )
+
+
 def watched(updates: Sequence[WatchUpdate]) -> pb.WatchResponse:
     """Translates what a watcher is told at once."""
     return pb.WatchResponse(events=[_watch_event(update) for update in updates])
@@ -270,8 +302,12 @@ def finish(value: Finish) -> pb.Finish:
         seed=value.seed,
         stop=value.stop,
         num_tokens_before_stop=value.num_tokens_before_stop,
+        num_characters_before_stop=value.num_characters_before_stop,
         error=None if value.error is None else branch_error(value.error),
         pool=None if value.pool is None else pool(value.pool),
+        tool_calls=[
+            pb.ToolCall(name=call.name, arguments=call.arguments) for call in value.tool_calls
+        ],
     )
 
 
@@ -342,6 +378,7 @@ def model(facts: ModelFacts) -> pb.Model:
         dtype=facts.dtype,
         bytes_per_block=facts.bytes_per_block,
         has_chat_template=facts.has_chat_template,
+        adapters=facts.adapters,
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from agentkv.engine.tokenizer import ChatMessage
+from agentkv.engine.conversation import Conversation
 
 
 class TextInput(NamedTuple):
@@ -13,10 +13,9 @@ class TextInput(NamedTuple):
 
 
 class ChatInput(NamedTuple):
-    """A conversation to render and tokenise."""
+    """A conversation, or messages that follow one, to render and tokenise."""
 
-    messages: tuple[ChatMessage, ...]
-    add_generation_prompt: bool
+    chat: Conversation
 
 
 class TokenInput(NamedTuple):

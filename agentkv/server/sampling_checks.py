@@ -46,6 +46,7 @@ def check_sampling(options: pb.SamplingOptions, vocab_size: int) -> CheckedSampl
         params = SamplingParams(
             **lists,
             ignore_eos=options.ignore_eos,
+            include_stop=options.include_stop,
             logprobs=options.logprobs,
             penalize_prompt=options.penalize_prompt,
             **given,

@@ -8,12 +8,16 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.usage_view import UsageView
 from agentkv.core.views import ContextView
 from agentkv.core.watch import WatchUpdate
+from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
+    ChatState,
     Committed,
     ContextTokens,
     EngineView,
@@ -21,11 +25,13 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
-from agentkv.engine.tokenizer import ChatMessage
 from agentkv.sampling_params import SamplingParams
 
 UpdateT_co = TypeVar("UpdateT_co", covariant=True)
@@ -43,9 +49,19 @@ class TokenizerLike(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ending: Ending = ...,
+        tools: Sequence[Tool] = (),
     ) -> Sequence[int]:
         """Renders a conversation with the model's template and tokenises it."""
+        ...
+
+    def extend_chat(
+        self, before: Conversation, turn_ids: Sequence[int], added: Conversation
+    ) -> ChatExtension:
+        """Finds the tokens that new messages append to a conversation."""
         ...
 
 
@@ -122,6 +138,8 @@ class ServedEngine(Protocol):
         labels: Mapping[str, str] = ...,
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         """Creates a context and computes its KV."""
         ...
@@ -148,8 +166,13 @@ class ServedEngine(Protocol):
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         """Appends tokens and computes their KV."""
+        ...
+
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        """Compiles a constraint, away from the event loop and the engine's thread."""
         ...
 
     def generate(
@@ -159,6 +182,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream[Update]:
         """Generates on a context."""
         ...
@@ -172,6 +196,7 @@ class ServedEngine(Protocol):
         *,
         at: int | None = None,
         labels: Mapping[str, str] = ...,
+        grammar: Grammar | Continued | None = None,
     ) -> UpdateStream[Update]:
         """Forks a context and generates on every branch."""
         ...
@@ -192,6 +217,39 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
     ) -> Leased:
         """Renews or replaces leases, all or none."""
+        ...
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        """Saves a context or a tree, whole or not at all."""
+        ...
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        """Makes contexts of a snapshot, all or none."""
+        ...
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        """Lists a tenant's snapshots."""
+        ...
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        """Removes a snapshot."""
         ...
 
     def watch(self, tenant: str) -> UpdateStream[WatchUpdate]:
@@ -221,6 +279,12 @@ class ServedEngine(Protocol):
         self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
     ) -> ContextTokens:
         """Describes one context and reads its tokens in [start, start + limit)."""
+        ...
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        """Tells what conversation a context was made of."""
         ...
 
     async def list(

@@ -9,11 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from google.protobuf.message import Message
 
 from agentkv.config import ServerConfig
+from agentkv.constraint import Constraint, Continued
 from agentkv.core.lease import DEFAULT_TERMS
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
+from agentkv.errors import NotFound
 from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
-from agentkv.server.encoding import encode_inputs, encode_prompt
+from agentkv.server.encoding import encode_extension, encode_inputs, encode_prompt
+from agentkv.server.inputs import ChatInput
 from agentkv.server.served_engine import ServedEngine
 from agentkv.server.streams import relay
 from agentkv.server.tenant import Rpc, tenant_of
@@ -47,6 +51,8 @@ class ContextService(pb_grpc.ContextServiceServicer):
             labels=labels,
             request_id=request_id,
             logprobs=request.logprobs,
+            chat=prompt.chat if isinstance(prompt, ChatInput) else None,
+            adapter=request.adapter,
         )
         return convert.created(committed)
 
@@ -79,15 +85,16 @@ class ContextService(pb_grpc.ContextServiceServicer):
         context_id = checks.context_id(request.context_id)
         extension = checks.extension(request)
         checks.finish()
-        (token_ids,) = await encode_inputs(
-            self._engine.tokenizer, [extension], lambda i: "text", checks
+        encoded = await encode_extension(
+            self._engine, tenant_of(rpc), context_id, extension, _expected_length(request), checks
         )
         committed = await self._engine.extend(
             tenant_of(rpc),
             context_id,
-            token_ids,
-            expected_length=_expected_length(request),
+            encoded.token_ids,
+            expected_length=encoded.expected_length,
             logprobs=request.logprobs,
+            chat=encoded.chat,
         )
         return convert.extended(committed)
 
@@ -98,9 +105,14 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
         params = checks.sampling(request.sampling)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate(
-            tenant_of(rpc), context_id, params, expected_length=_expected_length(request)
+            tenant_of(rpc),
+            context_id,
+            params,
+            expected_length=_expected_length(request),
+            grammar=await self._grammar(constraint),
         )
         failures: list[Finish] = []
 
@@ -124,6 +136,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         count = checks.count(request)
         params = checks.sampling(request.sampling)
         labels = checks.labels(request.labels)
+        constraint = checks.constraint(request)
         checks.finish()
         stream = self._engine.generate_branches(
             tenant_of(rpc),
@@ -132,6 +145,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             params,
             at=request.at if request.HasField("at") else None,
             labels=labels,
+            grammar=await self._grammar(constraint),
         )
         await relay(
             stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout
@@ -179,6 +193,62 @@ class ContextService(pb_grpc.ContextServiceServicer):
             num_updated=leased.num_updated,
             pool=convert.pool(leased.pool),
         )
+
+    async def Save(self, request: pb.SaveRequest, rpc: Rpc) -> pb.SaveResponse:
+        """Saves a context or a tree."""
+        checks = self._checks(request)
+        context_id = checks.context_id(request.context_id)
+        name = checks.snapshot_name(request.name)
+        checks.finish()
+        saved = await self._engine.save(
+            tenant_of(rpc),
+            context_id,
+            name,
+            recursive=request.recursive,
+            with_kv=not request.tokens_only,
+            overwrite=request.overwrite,
+        )
+        return pb.SaveResponse(
+            snapshot=convert.snapshot(saved.snapshot), pool=convert.pool(saved.pool)
+        )
+
+    async def Restore(self, request: pb.RestoreRequest, rpc: Rpc) -> pb.RestoreResponse:
+        """Makes contexts of a snapshot."""
+        checks = self._checks(request)
+        name = checks.snapshot_name(request.name)
+        lease = checks.lease(request)
+        request_id = checks.request_id(request.request_id)
+        checks.finish()
+        restored = await self._engine.restore(
+            tenant_of(rpc),
+            name,
+            with_kv=not request.tokens_only,
+            lease=lease,
+            request_id=request_id,
+        )
+        return convert.restored(restored)
+
+    async def ListSnapshots(
+        self, request: pb.ListSnapshotsRequest, rpc: Rpc
+    ) -> pb.ListSnapshotsResponse:
+        """Lists the caller's snapshots."""
+        self._checks(request).finish()
+        found = await self._engine.list_snapshots(tenant_of(rpc))
+        return pb.ListSnapshotsResponse(snapshots=[convert.snapshot(item) for item in found])
+
+    async def DeleteSnapshot(
+        self, request: pb.DeleteSnapshotRequest, rpc: Rpc
+    ) -> pb.DeleteSnapshotResponse:
+        """Removes a snapshot."""
+        checks = self._checks(request)
+        name = checks.snapshot_name(request.name)
+        checks.finish()
+        try:
+            await self._engine.delete_snapshot(tenant_of(rpc), name)
+        except NotFound:
+            if not request.allow_missing:
+                raise
+        return pb.DeleteSnapshotResponse()
 
     async def Release(self, request: pb.ReleaseRequest, rpc: Rpc) -> pb.ReleaseResponse:
         """Releases contexts."""
@@ -268,6 +338,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
             counters=convert.counters(view),
         )
+
+    async def _grammar(self, constraint: Constraint | None) -> Grammar | Continued | None:
+        return None if constraint is None else await self._engine.compile(constraint)
 
     def _checks(self, request: Message) -> Checks:
         return Checks(request, self._engine.limits, self._engine.facts)

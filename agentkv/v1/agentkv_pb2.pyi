@@ -5,8 +5,9 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
-List, Watch, GetUsage, GetServerInfo) move none.
+Release), tokens (Extend, Generate, Truncate, Score), residency (UpdateLease) and durability (Save,
+Restore, DeleteSnapshot); observers (Get, List, ListSnapshots, Watch, GetUsage, GetServerInfo) move
+none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -89,6 +90,10 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """`max_tokens`, or the model's longest context."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 3
     """A failure; see `Finish.error`. What was committed before stays."""
+    FINISH_REASON_DEAD_END: _FinishReason.ValueType  # 4
+    """No token of the model continues the text as its constraint wants it. What was committed stays."""
+    FINISH_REASON_TOOL_CALL: _FinishReason.ValueType  # 5
+    """The text calls a tool; see `Finish.tool_calls`."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a branch stopped generating."""
@@ -101,6 +106,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens`, or the model's longest context."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 3
 """A failure; see `Finish.error`. What was committed before stays."""
+FINISH_REASON_DEAD_END: FinishReason.ValueType  # 4
+"""No token of the model continues the text as its constraint wants it. What was committed stays."""
+FINISH_REASON_TOOL_CALL: FinishReason.ValueType  # 5
+"""The text calls a tool; see `Finish.tool_calls`."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _LeaseMode:
@@ -317,6 +326,7 @@ class Context(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Handle of the context: opaque, unguessable, at most 128 characters."""
     parent_id: _builtins.str
@@ -357,6 +367,8 @@ class Context(_message.Message):
     """Blocks of this context whose KV is in the server's host memory; the next use brings it back."""
     disk_blocks: _builtins.int
     """Blocks of this context whose KV is on the server's disk; the next use brings it back."""
+    adapter: _builtins.str
+    """The adapter it is computed with. Empty: the model's own weights."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels given when it was made."""
@@ -392,10 +404,11 @@ class Context(_message.Message):
         lease: Global___Lease | None = ...,
         host_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "create_time", b"create_time", "lease", b"lease", "parent_id", b"parent_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "disk_blocks", b"disk_blocks", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "host_blocks", b"host_blocks", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id", "adapter", b"adapter", "busy", b"busy", "create_time", b"create_time", "depth", b"depth", "disk_blocks", b"disk_blocks", "fork_position", b"fork_position", "has_head_logits", b"has_head_logits", "host_blocks", b"host_blocks", "id", b"id", "labels", b"labels", "lease", b"lease", "length", b"length", "num_children", b"num_children", "num_computed_tokens", b"num_computed_tokens", "parent_id", b"parent_id", "pinned", b"pinned", "private_blocks", b"private_blocks", "reclaimable_blocks", b"reclaimable_blocks", "residency", b"residency", "root_id", b"root_id", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_id: _TypeAlias = _typing.Literal["parent_id"]  # noqa: Y015
     _WhichOneofArgType__parent_id: _TypeAlias = _typing.Literal["_parent_id", b"_parent_id"]  # noqa: Y015
@@ -482,6 +495,54 @@ class LeaseOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl) -> _WhichOneofReturnType__ttl | None: ...
 
 Global___LeaseOptions: _TypeAlias = LeaseOptions  # noqa: Y015
+
+@_typing.final
+class Snapshot(_message.Message):
+    """A saved context, or tree of contexts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, unique among the caller's."""
+    model_name: _builtins.str
+    """The model it was made with, as that server named it."""
+    num_contexts: _builtins.int
+    """Contexts in it."""
+    num_tokens: _builtins.int
+    """Tokens in it, shared ones once."""
+    num_kv_tokens: _builtins.int
+    """Those of them whose KV it holds."""
+    num_bytes: _builtins.int
+    """Bytes on disk, beside its manifest."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was saved, by the server's clock."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        model_name: _builtins.str = ...,
+        num_contexts: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_kv_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "model_name", b"model_name", "name", b"name", "num_bytes", b"num_bytes", "num_contexts", b"num_contexts", "num_kv_tokens", b"num_kv_tokens", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):
@@ -574,22 +635,30 @@ class Usage(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
     """Tokens the model ran for this request."""
     cached_tokens: _builtins.int
     """Tokens whose KV was there when the request began, and so were not run."""
     generated_tokens: _builtins.int
     """Tokens sampled and committed."""
+    drafted_tokens: _builtins.int
+    """Tokens guessed ahead; each was run, and is part of `computed_tokens`."""
+    accepted_tokens: _builtins.int
+    """Guesses that were right, and are part of `generated_tokens`."""
     def __init__(
         self,
         *,
         computed_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "drafted_tokens", b"drafted_tokens", "generated_tokens", b"generated_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -655,21 +724,37 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
-    """Whether to append the opening of the assistant's turn. Default: true."""
+    """Whether to append the opening of the assistant's turn. Default: true, unless
+    `continue_final_message`.
+    """
+    continue_final_message: _builtins.bool
+    """Whether the last message, an assistant's, stays open: what is generated goes on with it.
+    Contradicts `add_generation_prompt`. Default: false.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, in order; at least 1, at most 4,096."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools that the template shows the model; at most 128, with different names. Given with the first
+        messages of a context alone. Text of special tokens in them stays plain text.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -726,6 +811,8 @@ class SamplingOptions(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate per branch, in [1, 1048576]. Default: 256. Generation also ends at the
     model's longest context.
@@ -772,6 +859,15 @@ class SamplingOptions(_message.Message):
     """
     top_logprobs: _builtins.int
     """Reports the most likely tokens at each position too, in [0, 64]; needs `logprobs`. Default: 0."""
+    num_speculative_tokens: _builtins.int
+    """Most tokens that a step may guess ahead and check at once, in [0, 64]; 0 guesses none. It changes
+    how fast tokens come, and not which. Constrained generations never guess. Default: the server's
+    own.
+    """
+    include_stop: _builtins.bool
+    """Whether the stop that ends generation is part of the text. Default: false. A token that stands
+    for no text adds none.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end generation: at most 64, each of 1 to 1,024 characters. A stop's text is withheld
@@ -821,10 +917,12 @@ class SamplingOptions(_message.Message):
         banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_tokens: _builtins.int | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        num_speculative_tokens: _builtins.int | None = ...,
+        include_stop: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_speculative_tokens", b"_num_speculative_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_speculative_tokens", b"num_speculative_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_num_speculative_tokens", b"_num_speculative_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_speculative_tokens", b"num_speculative_tokens", "penalize_prompt", b"penalize_prompt", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -834,6 +932,8 @@ class SamplingOptions(_message.Message):
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -858,6 +958,8 @@ class SamplingOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @_typing.overload
@@ -906,6 +1008,173 @@ class TopLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts; at least 1, at most 1,024, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """Something the model may ask its caller to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the tool: 1 to 64 letters, digits, `_`, `-` and `.`."""
+    description: _builtins.str
+    """What it is for, as the model's chat template shows it."""
+    parameters: _builtins.str
+    """JSON schema of its arguments, which are an object, as text. Empty: any object."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class Tools(_message.Message):
+    """A call of one of some tools, written as the model writes calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    choice: _builtins.str
+    """`auto`: text, or a call, after which generation ends. `required`: a call. The name of a tool: a
+    call of that one. Empty: `auto`.
+    """
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """The tools; at least 1, at most 128, with different names."""
+
+    def __init__(
+        self,
+        *,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        choice: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tools: _TypeAlias = Tools  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What generated text must match. It is compiled before anything else is done: one that is wrong, or
+    over the limits of size and time, fails the call with GRAMMAR_REJECTED. Generation ends as soon as
+    nothing more may follow. Tokens that leave no choice are not sampled: many come in one step,
+    unless `logprobs` is asked for. `ignore_eos` contradicts a constraint.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON schema of a value, which is written on one line with `, ` and `: `. Keywords that the
+    server does not know fail the call.
+    """
+    regex: _builtins.str
+    """Regular expression that the text matches as a whole, in the syntax of Rust's `regex`."""
+    grammar: _builtins.str
+    """Context-free grammar in Lark's notation; its rule `start` is the text."""
+    continued: _builtins.bool
+    """Goes on with the constraint of the last constrained generation of this context, or of the
+    one it was forked from at or after that generation's beginning: the text from there on
+    must match it as a whole, what was extended since included. Must be true.
+    """
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """Texts of which one is chosen."""
+
+    @_builtins.property
+    def tools(self) -> Global___Tools:
+        """Tools of which one is called."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
+        tools: Global___Tools | None = ...,
+        continued: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "continued", b"continued", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tools", b"tools"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "continued", b"continued", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choices", "tools", "continued"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """What the model asks its caller to do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the tool."""
+    arguments: _builtins.str
+    """The arguments: a JSON object, as text."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -968,6 +1237,8 @@ class Finish(_message.Message):
     NUM_TOKENS_BEFORE_STOP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_CHARACTERS_BEFORE_STOP_FIELD_NUMBER: _builtins.int
     branch: _builtins.int
     """Number of the branch, in [0, count); 0 in Generate."""
     reason: Global___FinishReason.ValueType
@@ -979,6 +1250,10 @@ class Finish(_message.Message):
     num_tokens_before_stop: _builtins.int
     """Generated tokens that lie wholly before the stop: truncate to the length before the call plus
     this to drop the stop. Not set when no stop text ended it.
+    """
+    num_characters_before_stop: _builtins.int
+    """Characters (Unicode code points) of the generated text before the stop, when a stop text or a
+    stop token ended it.
     """
     @_builtins.property
     def context(self) -> Global___Context:
@@ -998,6 +1273,10 @@ class Finish(_message.Message):
     def pool(self) -> Global___Pool:
         """Blocks of the pool at the end of the branch, if the engine took the numbers then."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """What the model asks for, when `reason` is FINISH_REASON_TOOL_CALL."""
+
     def __init__(
         self,
         *,
@@ -1010,17 +1289,23 @@ class Finish(_message.Message):
         num_tokens_before_stop: _builtins.int | None = ...,
         error: Global___BranchError | None = ...,
         pool: Global___Pool | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        num_characters_before_stop: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop", "_num_tokens_before_stop", b"_num_tokens_before_stop", "_seed", b"_seed", "_stop", b"_stop", "branch", b"branch", "context", b"context", "error", b"error", "num_characters_before_stop", b"num_characters_before_stop", "num_tokens_before_stop", b"num_tokens_before_stop", "pool", b"pool", "reason", b"reason", "seed", b"seed", "stop", b"stop", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_characters_before_stop: _TypeAlias = _typing.Literal["num_characters_before_stop"]  # noqa: Y015
+    _WhichOneofArgType__num_characters_before_stop: _TypeAlias = _typing.Literal["_num_characters_before_stop", b"_num_characters_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__num_tokens_before_stop: _TypeAlias = _typing.Literal["num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofArgType__num_tokens_before_stop: _TypeAlias = _typing.Literal["_num_tokens_before_stop", b"_num_tokens_before_stop"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__stop: _TypeAlias = _typing.Literal["stop"]  # noqa: Y015
     _WhichOneofArgType__stop: _TypeAlias = _typing.Literal["_stop", b"_stop"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_characters_before_stop) -> _WhichOneofReturnType__num_characters_before_stop | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tokens_before_stop) -> _WhichOneofReturnType__num_tokens_before_stop | None: ...
     @_typing.overload
@@ -1166,6 +1451,7 @@ class Model(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name it was loaded by."""
     architecture: _builtins.str
@@ -1182,6 +1468,10 @@ class Model(_message.Message):
     """Bytes one block takes, all layers."""
     has_chat_template: _builtins.bool
     """Whether Create takes messages."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the adapters that Create takes."""
+
     def __init__(
         self,
         *,
@@ -1193,10 +1483,11 @@ class Model(_message.Message):
         dtype: _builtins.str = ...,
         bytes_per_block: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1660,6 +1951,7 @@ class CreateRequest(_message.Message):
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text to tokenise, with the model's own begin-of-sequence token where it has one. No NUL
     character.
@@ -1675,6 +1967,11 @@ class CreateRequest(_message.Message):
     logprobs: _builtins.bool
     """Whether to report the log-probability of each token of the prompt. Tokens that are cached are
     run again for it. Default: false.
+    """
+    adapter: _builtins.str
+    """One of Model.adapters, for good: branches inherit it, and nothing is shared with contexts of
+    other adapters. Empty: the model's own weights. Another name is refused with INVALID_REQUEST,
+    which lists those that there are.
     """
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
@@ -1703,10 +2000,11 @@ class CreateRequest(_message.Message):
         allow_special: _builtins.bool = ...,
         logprobs: _builtins.bool = ...,
         lease: Global___LeaseOptions | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "messages", b"messages", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "allow_special", b"allow_special", "labels", b"labels", "lease", b"lease", "logprobs", b"logprobs", "messages", b"messages", "prompt", b"prompt", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -1874,6 +2172,7 @@ class ExtendRequest(_message.Message):
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     EXPECTED_LENGTH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ALLOW_SPECIAL_FIELD_NUMBER: _builtins.int
@@ -1891,23 +2190,35 @@ class ExtendRequest(_message.Message):
     def token_ids(self) -> Global___TokenIds:
         """Token ids, taken as they are."""
 
+    @_builtins.property
+    def messages(self) -> Global___ChatMessages:
+        """Messages that follow those the context was made of. What came after those, generated or
+        extended, becomes the assistant's turn, and is closed as the template closes it. Appended is
+        exactly what the template writes for the whole conversation beyond the context's text. Where
+        that text does not begin with the context's (a template that drops the reasoning of earlier
+        turns, a turn cut in the middle, a context not made of messages) the call fails with
+        CHAT_NOT_EXTENDABLE; `common_length` in its metadata says up to where both agree. Create with
+        the whole conversation then reuses that much.
+        """
+
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
+        messages: Global___ChatMessages | None = ...,
         expected_length: _builtins.int | None = ...,
         logprobs: _builtins.bool = ...,
         allow_special: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "input", b"input", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "allow_special", b"allow_special", "context_id", b"context_id", "expected_length", b"expected_length", "input", b"input", "logprobs", b"logprobs", "messages", b"messages", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_length: _TypeAlias = _typing.Literal["expected_length"]  # noqa: Y015
     _WhichOneofArgType__expected_length: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length"]  # noqa: Y015
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_length) -> _WhichOneofReturnType__expected_length | None: ...
@@ -1969,6 +2280,7 @@ class GenerateRequest(_message.Message):
     CONTEXT_ID_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     EXPECTED_LENGTH_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context."""
     expected_length: _builtins.int
@@ -1977,16 +2289,21 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingOptions:
         """How tokens are chosen. Default: every option at its default."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the text must match. Default: nothing."""
+
     def __init__(
         self,
         *,
         context_id: _builtins.str = ...,
         sampling: Global___SamplingOptions | None = ...,
         expected_length: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "constraint", b"constraint", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "context_id", b"context_id", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length", "constraint", b"constraint", "context_id", b"context_id", "expected_length", b"expected_length", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_length: _TypeAlias = _typing.Literal["expected_length"]  # noqa: Y015
     _WhichOneofArgType__expected_length: _TypeAlias = _typing.Literal["_expected_length", b"_expected_length"]  # noqa: Y015
@@ -2055,6 +2372,7 @@ class GenerateBranchesRequest(_message.Message):
     AT_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     context_id: _builtins.str
     """Handle of the context to fork."""
     count: _builtins.int
@@ -2071,6 +2389,10 @@ class GenerateBranchesRequest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels of every branch: at most 64; keys of 1 to 63 characters, values of at most 256."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the text of each branch must match. Default: nothing."""
+
     def __init__(
         self,
         *,
@@ -2079,10 +2401,11 @@ class GenerateBranchesRequest(_message.Message):
         at: _builtins.int | None = ...,
         sampling: Global___SamplingOptions | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "count", b"count", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "constraint", b"constraint", "count", b"count", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "context_id", b"context_id", "count", b"count", "labels", b"labels", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at", b"_at", "_count", b"_count", "at", b"at", "constraint", b"constraint", "context_id", b"context_id", "count", b"count", "labels", b"labels", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__at: _TypeAlias = _typing.Literal["at"]  # noqa: Y015
     _WhichOneofArgType__at: _TypeAlias = _typing.Literal["_at", b"_at"]  # noqa: Y015
@@ -2329,6 +2652,242 @@ class UpdateLeaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateLeaseResponse: _TypeAlias = UpdateLeaseResponse  # noqa: Y015
+
+@_typing.final
+class SaveRequest(_message.Message):
+    """Asks to save a context or a tree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXT_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    RECURSIVE_FIELD_NUMBER: _builtins.int
+    TOKENS_ONLY_FIELD_NUMBER: _builtins.int
+    OVERWRITE_FIELD_NUMBER: _builtins.int
+    context_id: _builtins.str
+    """Handle of the context."""
+    name: _builtins.str
+    """Name of the snapshot: 1 to 128 letters, digits, points, dashes or underscores, the first of them
+    a letter or a digit.
+    """
+    recursive: _builtins.bool
+    """Whether to save everything forked from it too. Default: false."""
+    tokens_only: _builtins.bool
+    """Whether to leave KV out: small and quick, but what is restored has to be computed. Default:
+    false, all KV that is on the device is saved.
+    """
+    overwrite: _builtins.bool
+    """Whether to replace a snapshot of this name. Default: false, the call fails."""
+    def __init__(
+        self,
+        *,
+        context_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        recursive: _builtins.bool = ...,
+        tokens_only: _builtins.bool = ...,
+        overwrite: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_id", b"context_id", "name", b"name", "overwrite", b"overwrite", "recursive", b"recursive", "tokens_only", b"tokens_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveRequest: _TypeAlias = SaveRequest  # noqa: Y015
+
+@_typing.final
+class SaveResponse(_message.Message):
+    """Answers Save."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___Snapshot:
+        """What was saved."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        snapshot: Global___Snapshot | None = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveResponse: _TypeAlias = SaveResponse  # noqa: Y015
+
+@_typing.final
+class RestoreRequest(_message.Message):
+    """Asks to make contexts of a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOKENS_ONLY_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the snapshot."""
+    tokens_only: _builtins.bool
+    """Whether to leave its KV alone. Default: false."""
+    request_id: _builtins.str
+    """Id of this call, 1 to 128 printable ASCII characters, such as a UUID. Default: none."""
+    @_builtins.property
+    def lease(self) -> Global___LeaseOptions:
+        """The lease of every context. Default: the one each had, as far as this server grants it."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tokens_only: _builtins.bool = ...,
+        lease: Global___LeaseOptions | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "name", b"name", "request_id", b"request_id", "tokens_only", b"tokens_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreRequest: _TypeAlias = RestoreRequest  # noqa: Y015
+
+@_typing.final
+class RestoreResponse(_message.Message):
+    """Answers Restore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTEXTS_FIELD_NUMBER: _builtins.int
+    SAVED_IDS_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_REFUSAL_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    num_kv_tokens: _builtins.int
+    """Tokens whose KV is there now, shared ones once; the next use computes the others."""
+    kv_refusal: _builtins.str
+    """Why KV that the snapshot holds could not be used. Empty: nothing spoke against it."""
+    @_builtins.property
+    def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Context]:
+        """The contexts, parents before their children."""
+
+    @_builtins.property
+    def saved_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Handles they had when they were saved, in the same order."""
+
+    @_builtins.property
+    def pool(self) -> Global___Pool:
+        """Blocks of the pool after the call."""
+
+    def __init__(
+        self,
+        *,
+        contexts: _abc.Iterable[Global___Context] | None = ...,
+        saved_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_kv_tokens: _builtins.int = ...,
+        kv_refusal: _builtins.str = ...,
+        pool: Global___Pool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contexts", b"contexts", "kv_refusal", b"kv_refusal", "num_kv_tokens", b"num_kv_tokens", "pool", b"pool", "saved_ids", b"saved_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreResponse: _TypeAlias = RestoreResponse  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsRequest(_message.Message):
+    """Asks for the caller's snapshots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsRequest: _TypeAlias = ListSnapshotsRequest  # noqa: Y015
+
+@_typing.final
+class ListSnapshotsResponse(_message.Message):
+    """Answers ListSnapshots."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Snapshot]:
+        """The snapshots, by name."""
+
+    def __init__(
+        self,
+        *,
+        snapshots: _abc.Iterable[Global___Snapshot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSnapshotsResponse: _TypeAlias = ListSnapshotsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteSnapshotRequest(_message.Message):
+    """Asks to remove a snapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the snapshot."""
+    allow_missing: _builtins.bool
+    """Whether an unknown name is fine. Default: false."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSnapshotRequest: _TypeAlias = DeleteSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class DeleteSnapshotResponse(_message.Message):
+    """Answers DeleteSnapshot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteSnapshotResponse: _TypeAlias = DeleteSnapshotResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

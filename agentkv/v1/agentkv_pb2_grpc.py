@@ -75,6 +75,26 @@ class ContextServiceStub(object):
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.SerializeToString,
                 response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.FromString,
                 _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/agentkv.v1.ContextService/Save',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.SaveRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.SaveResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/agentkv.v1.ContextService/Restore',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.RestoreResponse.FromString,
+                _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/agentkv.v1.ContextService/ListSnapshots',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.DeleteSnapshot = channel.unary_unary(
+                '/agentkv.v1.ContextService/DeleteSnapshot',
+                request_serializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.SerializeToString,
+                response_deserializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/agentkv.v1.ContextService/Release',
                 request_serializer=agentkv_dot_v1_dot_agentkv__pb2.ReleaseRequest.SerializeToString,
@@ -134,7 +154,8 @@ class ContextServiceServicer(object):
     def Extend(self, request, context):
         """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
         request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-        KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+        KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+        unchanged then. Safe to repeat with
         `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -186,6 +207,44 @@ class ContextServiceServicer(object):
         at once with what was granted, whether a request runs on the context or not. Fails with
         TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
         with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Save(self, request, context):
+        """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
+        lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
+        influence: what is committed when the call arrives is saved. The snapshot is there whole, or not
+        at all. Fails with SNAPSHOT_EXISTS unless `overwrite`, TENANT_QUOTA (`snapshots` or
+        `snapshot_bytes`), DISK_FULL, and SNAPSHOTS_OFF where the server keeps none. With `overwrite` it
+        is safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Makes contexts of a snapshot, with new handles and the lineage they had; all or none. KV is used
+        if it is whole, stored as this server stores it, and there is room without anybody giving way;
+        else the next use computes it. Fails with SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT (torn, or not what
+        was saved), MODEL_MISMATCH, CONTEXT_TOO_LONG, TENANT_QUOTA and SNAPSHOTS_OFF. A repeat with the
+        same `request_id` and body gets the earlier answer for 10 minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Lists the caller's snapshots by name, but for damaged ones. Fails with SNAPSHOTS_OFF.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteSnapshot(self, request, context):
+        """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
+        SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -286,6 +345,26 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     servicer.UpdateLease,
                     request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.FromString,
                     response_serializer=agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.SaveRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.SaveResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.RestoreRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.RestoreResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'DeleteSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSnapshot,
+                    request_deserializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.FromString,
+                    response_serializer=agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -535,6 +614,114 @@ class ContextService(object):
             '/agentkv.v1.ContextService/UpdateLease',
             agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseRequest.SerializeToString,
             agentkv_dot_v1_dot_agentkv__pb2.UpdateLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/Save',
+            agentkv_dot_v1_dot_agentkv__pb2.SaveRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.SaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/Restore',
+            agentkv_dot_v1_dot_agentkv__pb2.RestoreRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.RestoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/ListSnapshots',
+            agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/agentkv.v1.ContextService/DeleteSnapshot',
+            agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotRequest.SerializeToString,
+            agentkv_dot_v1_dot_agentkv__pb2.DeleteSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,8 +5,9 @@ The contract between an AgentKV server and its clients.
 
 A context is a run of committed tokens with a handle. Branches of one context share the memory
 that holds their common prefix. Verbs move along one axis each: identity (Create, Fork,
-Release), tokens (Extend, Generate, Truncate, Score) and residency (UpdateLease); observers (Get,
-List, Watch, GetUsage, GetServerInfo) move none.
+Release), tokens (Extend, Generate, Truncate, Score), residency (UpdateLease) and durability (Save,
+Restore, DeleteSnapshot); observers (Get, List, ListSnapshots, Watch, GetUsage, GetServerInfo) move
+none.
 
 Errors are a canonical gRPC code with `google.rpc.ErrorInfo` (domain `agentkv`) and, where they
 apply, `BadRequest`, `RetryInfo` or `QuotaFailure`. Reasons are never parsed from text. Codes
@@ -67,7 +68,8 @@ class ContextServiceStub:
     Extend: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ExtendRequest, _agentkv_pb2.ExtendResponse]
     """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
     request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-    KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+    KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+    unchanged then. Safe to repeat with
     `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_agentkv_pb2.GenerateRequest, _agentkv_pb2.GenerateResponse]
@@ -99,6 +101,27 @@ class ContextServiceStub:
     at once with what was granted, whether a request runs on the context or not. Fails with
     TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
     with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+    """
+    Save: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.SaveRequest, _agentkv_pb2.SaveResponse]
+    """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
+    lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
+    influence: what is committed when the call arrives is saved. The snapshot is there whole, or not
+    at all. Fails with SNAPSHOT_EXISTS unless `overwrite`, TENANT_QUOTA (`snapshots` or
+    `snapshot_bytes`), DISK_FULL, and SNAPSHOTS_OFF where the server keeps none. With `overwrite` it
+    is safe to repeat.
+    """
+    Restore: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.RestoreRequest, _agentkv_pb2.RestoreResponse]
+    """Makes contexts of a snapshot, with new handles and the lineage they had; all or none. KV is used
+    if it is whole, stored as this server stores it, and there is room without anybody giving way;
+    else the next use computes it. Fails with SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT (torn, or not what
+    was saved), MODEL_MISMATCH, CONTEXT_TOO_LONG, TENANT_QUOTA and SNAPSHOTS_OFF. A repeat with the
+    same `request_id` and body gets the earlier answer for 10 minutes.
+    """
+    ListSnapshots: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ListSnapshotsRequest, _agentkv_pb2.ListSnapshotsResponse]
+    """Lists the caller's snapshots by name, but for damaged ones. Fails with SNAPSHOTS_OFF."""
+    DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.DeleteSnapshotRequest, _agentkv_pb2.DeleteSnapshotResponse]
+    """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
+    SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]
     """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
@@ -149,7 +172,8 @@ class ContextServiceAsyncStub(ContextServiceStub):
     Extend: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ExtendRequest, _agentkv_pb2.ExtendResponse]  # type: ignore[assignment]
     """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
     request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-    KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+    KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+    unchanged then. Safe to repeat with
     `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
     """
     Generate: _aio.UnaryStreamMultiCallable[_agentkv_pb2.GenerateRequest, _agentkv_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -181,6 +205,27 @@ class ContextServiceAsyncStub(ContextServiceStub):
     at once with what was granted, whether a request runs on the context or not. Fails with
     TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
     with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+    """
+    Save: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.SaveRequest, _agentkv_pb2.SaveResponse]  # type: ignore[assignment]
+    """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
+    lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
+    influence: what is committed when the call arrives is saved. The snapshot is there whole, or not
+    at all. Fails with SNAPSHOT_EXISTS unless `overwrite`, TENANT_QUOTA (`snapshots` or
+    `snapshot_bytes`), DISK_FULL, and SNAPSHOTS_OFF where the server keeps none. With `overwrite` it
+    is safe to repeat.
+    """
+    Restore: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.RestoreRequest, _agentkv_pb2.RestoreResponse]  # type: ignore[assignment]
+    """Makes contexts of a snapshot, with new handles and the lineage they had; all or none. KV is used
+    if it is whole, stored as this server stores it, and there is room without anybody giving way;
+    else the next use computes it. Fails with SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT (torn, or not what
+    was saved), MODEL_MISMATCH, CONTEXT_TOO_LONG, TENANT_QUOTA and SNAPSHOTS_OFF. A repeat with the
+    same `request_id` and body gets the earlier answer for 10 minutes.
+    """
+    ListSnapshots: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ListSnapshotsRequest, _agentkv_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
+    """Lists the caller's snapshots by name, but for damaged ones. Fails with SNAPSHOTS_OFF."""
+    DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.DeleteSnapshotRequest, _agentkv_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
+    """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
+    SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
     """
     Release: _aio.UnaryUnaryMultiCallable[_agentkv_pb2.ReleaseRequest, _agentkv_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Releases contexts and frees the blocks that nothing else holds. All are released, or none.
@@ -246,7 +291,8 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_agentkv_pb2.ExtendResponse, _abc.Awaitable[_agentkv_pb2.ExtendResponse]]:
         """Appends tokens to a context and computes their KV. Fails with CONTEXT_BUSY while another
         request changes the context, CONTEXT_MOVED, CONTEXT_TOO_LONG, TOKEN_OUT_OF_RANGE,
-        KV_BLOCKS_EXHAUSTED or QUEUE_FULL; the context is unchanged then. Safe to repeat with
+        KV_BLOCKS_EXHAUSTED or QUEUE_FULL, and for messages with CHAT_NOT_EXTENDABLE; the context is
+        unchanged then. Safe to repeat with
         `expected_length`: a repeat of a call that succeeded answers CONTEXT_MOVED.
         """
 
@@ -308,6 +354,51 @@ class ContextServiceServicer(metaclass=_abc_1.ABCMeta):
         at once with what was granted, whether a request runs on the context or not. Fails with
         TENANT_QUOTA when pins would exceed the quota (`need`, `limit` and `free` in the metadata) and
         with INVALID_REQUEST for a time that no lease can have; nothing changes then. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def Save(
+        self,
+        request: _agentkv_pb2.SaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.SaveResponse, _abc.Awaitable[_agentkv_pb2.SaveResponse]]:
+        """Saves a context, or a tree, to a snapshot on the server's disk that survives the server: tokens,
+        lineage, labels and leases, and KV unless `tokens_only`. A request that runs meanwhile has no
+        influence: what is committed when the call arrives is saved. The snapshot is there whole, or not
+        at all. Fails with SNAPSHOT_EXISTS unless `overwrite`, TENANT_QUOTA (`snapshots` or
+        `snapshot_bytes`), DISK_FULL, and SNAPSHOTS_OFF where the server keeps none. With `overwrite` it
+        is safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def Restore(
+        self,
+        request: _agentkv_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.RestoreResponse, _abc.Awaitable[_agentkv_pb2.RestoreResponse]]:
+        """Makes contexts of a snapshot, with new handles and the lineage they had; all or none. KV is used
+        if it is whole, stored as this server stores it, and there is room without anybody giving way;
+        else the next use computes it. Fails with SNAPSHOT_NOT_FOUND, SNAPSHOT_CORRUPT (torn, or not what
+        was saved), MODEL_MISMATCH, CONTEXT_TOO_LONG, TENANT_QUOTA and SNAPSHOTS_OFF. A repeat with the
+        same `request_id` and body gets the earlier answer for 10 minutes.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSnapshots(
+        self,
+        request: _agentkv_pb2.ListSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.ListSnapshotsResponse, _abc.Awaitable[_agentkv_pb2.ListSnapshotsResponse]]:
+        """Lists the caller's snapshots by name, but for damaged ones. Fails with SNAPSHOTS_OFF."""
+
+    @_abc_1.abstractmethod
+    def DeleteSnapshot(
+        self,
+        request: _agentkv_pb2.DeleteSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agentkv_pb2.DeleteSnapshotResponse, _abc.Awaitable[_agentkv_pb2.DeleteSnapshotResponse]]:
+        """Removes a snapshot, a damaged one too; contexts restored from it live on. Fails with
+        SNAPSHOT_NOT_FOUND, unless `allow_missing`, and SNAPSHOTS_OFF.
         """
 
     @_abc_1.abstractmethod

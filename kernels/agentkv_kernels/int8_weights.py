@@ -137,7 +137,7 @@ class Int8Products:
         self._linear = (
             None
             if native is None
-            else native.function("int8_linear", _P, _N, _N, _P, _N, _P, _P, _N, _P)
+            else native.function("int8_linear", _P, _N, _N, _P, _N, _P, _P, _N, _P, _N)
         )
 
     def linear(self, rows: Tensor, weights: Int8Weights, bias: Tensor | None = None) -> Tensor:
@@ -167,6 +167,7 @@ class Int8Products:
             out.data_ptr(),
             weights.num_outputs,
             self.scratch.at_least(scratch_bytes(num_rows, weights.num_inputs)),
+            torch.get_num_threads(),
         )
         return out
 
@@ -208,8 +209,15 @@ def _pack_into(panels: Tensor, weight: Tensor, native: NativeLibrary | None) -> 
     weight = weight.float().contiguous()
     num_outputs, num_inputs = weight.shape
     if native is not None:
-        pack = native.function("int8_pack", _P, _N, _N, _P, _N)
-        pack(weight.data_ptr(), num_outputs, num_inputs, panels.data_ptr(), panels.stride(0))
+        pack = native.function("int8_pack", _P, _N, _N, _P, _N, _N)
+        pack(
+            weight.data_ptr(),
+            num_outputs,
+            num_inputs,
+            panels.data_ptr(),
+            panels.stride(0),
+            torch.get_num_threads(),
+        )
         return
     padded = weight.new_zeros((len(panels) * PANEL, num_inputs))
     padded[:num_outputs] = weight

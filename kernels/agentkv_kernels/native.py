@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  # loads the OpenMP library whose threads the kernels share
-
 LIBRARY = Path(__file__).with_name("_native") / "libagentkv_native.so"
 SWITCH = "AGENTKV_NATIVE"
 """Environment variable: `0` goes without native kernels, the name of a level takes that one."""

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+import snapshot_engines
 import torch
 from bench import PARK, TENANT, Bench, finish_of, numbers, tokens_of
 from fakes import continuation
@@ -11,7 +12,8 @@ from tiny_engines import TinyEngine
 from tiny_models import VOCAB_SIZE, build_tiny_model
 
 from agentkv.core.block_move import Tier
-from agentkv.errors import PoolExhausted
+from agentkv.engine.async_engine import AsyncEngine
+from agentkv.errors import ContextLost, PoolExhausted, Reason
 from agentkv.model.disk_store import DiskStore
 from agentkv.sampling_params import SamplingParams
 
@@ -109,6 +111,40 @@ def test_case_049_a_corrupt_host_copy_is_recomputed() -> None:
         twin = cold.engine.run(cold.engine.create(TENANT, tokens)).answer.context.id
         generate(cold, twin, 4)
         assert made.tokens(TENANT, name) == cold.tokens(TENANT, twin)
+
+
+def test_case_049_corrupt_saved_kv_is_recomputed_and_corrupt_tokens_are_refused(
+    tmp_path: Path,
+) -> None:
+    """Catches a rejected snapshot whose KV stays in blocks that somebody else receives."""
+
+    async def save(engine: AsyncEngine) -> None:
+        made = await engine.create(TENANT, range(1, 15))
+        await engine.save(TENANT, made.context.id, "tree")
+
+    async def cold(engine: AsyncEngine) -> list[int]:
+        made = await engine.create(TENANT, range(1, 15))
+        return await snapshot_engines.generate(engine, made.context.id, 4)
+
+    async def restore(engine: AsyncEngine) -> list[int]:
+        restored = await engine.restore(TENANT, "tree")
+        assert restored.num_kv_tokens == 0
+        return await snapshot_engines.generate(engine, restored.contexts[0].id, 4)
+
+    async def refuse(engine: AsyncEngine) -> list[int]:
+        with pytest.raises(ContextLost) as refused:
+            await engine.restore(TENANT, "tree")
+        assert refused.value.reason is Reason.SNAPSHOT_CORRUPT
+        view = await engine.view()
+        assert view.num_contexts == 0 and view.pool.free == view.pool.total
+        return await cold(engine)
+
+    snapshot_engines.run(snapshot_engines.tiny(tmp_path), save)
+    for name, scenario in (("kv-000000", restore), ("tokens", refuse)):
+        (path,) = tmp_path.glob(f"*/*/{name}.safetensors")
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+        answer = snapshot_engines.run(snapshot_engines.tiny(tmp_path), scenario)
+        assert answer == snapshot_engines.run(snapshot_engines.tiny(tmp_path), cold)
 
 
 @pytest.mark.parametrize("num_blocks", [4, 6])

@@ -9,7 +9,9 @@ from cli.conftest import Invoke
 from agentkv.cli import main
 from agentkv.cli.models import describe
 from agentkv.cli.sizes import format_bytes, parse_bytes
+from agentkv.model.architectures import Refusal
 from agentkv.model.catalog import ALIASES, CatalogEntry
+from agentkv.model.gguf_source import GgufSource
 
 
 @pytest.mark.parametrize("command", ["serve", "tree", "info", "models"])
@@ -36,13 +38,25 @@ def test_models_lists_every_alias(invoke: Invoke) -> None:
         assert alias.license in result.stdout
 
 
+def test_supported_architectures_are_printed_with_reasons(invoke: Invoke) -> None:
+    """Catches a list that names what is proven and keeps still about what is refused, and why."""
+    result = invoke("models", "--supported")
+    assert result.exit_code == 0
+    text = " ".join(result.output.split())
+    assert "Proven (31): cohere, cohere2, deepseek_v2" in text
+    assert f"{Refusal.OTHER_LAYERS}: axk2" in text
+    assert "Others are tried: at load, the golden check" in text
+
+
 def test_models_say_what_a_start_would_do() -> None:
     """Catches a download announced as a file that is there."""
     alias = ALIASES["smollm2"]
     assert describe(CatalogEntry(alias, Path("/models/x"), 3 << 20, None)).startswith(
         "ready, 3 MiB"
     )
-    assert describe(CatalogEntry(alias, None, 0, Path("a.gguf"))).startswith("converted")
+    assert describe(CatalogEntry(alias, None, 0, GgufSource.of(Path("a.gguf")))).startswith(
+        "converted"
+    )
     assert alias.hub_id in describe(CatalogEntry(alias, None, 0, None))
 
 

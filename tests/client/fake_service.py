@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from agentkv import status
-from agentkv.errors import AgentKVError, ContextMoved, InvalidRequest, NotFound
+from agentkv.errors import AgentKVError, ContextMoved, InvalidRequest, NotFound, Reason
 from agentkv.v1 import agentkv_pb2 as pb
 from agentkv.v1 import agentkv_pb2_grpc as pb_grpc
 
@@ -66,6 +66,8 @@ class FakeService(pb_grpc.ContextServiceServicer):
         self.calls: list[tuple[str, Any]] = []
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         self.replies: dict[str, Any] = {}
+        self.snapshots: dict[str, str] = {}
+        """Handles of what was saved, by name."""
         self.hangs = threading.Event()
         """Set when a call has come to its Hang."""
         self.was_cancelled = threading.Event()
@@ -179,6 +181,58 @@ class FakeService(pb_grpc.ContextServiceServicer):
             ]
             yield pb.WatchResponse(events=events)
             self._maybe_fail(fault, len(ids) + 1, rpc)
+
+    def Save(self, request: pb.SaveRequest, rpc: Any) -> pb.SaveResponse:
+        with self._handling("Save", request, rpc):
+            self.snapshots[request.name] = request.context_id
+            return pb.SaveResponse(snapshot=self._snapshot(request.name), pool=self._pool())
+
+    def Restore(self, request: pb.RestoreRequest, rpc: Any) -> pb.RestoreResponse:
+        """Answers with a copy of the saved context, and one branch of it."""
+
+        def work() -> pb.RestoreResponse:
+            if request.name not in self.snapshots:
+                raise NotFound("No such snapshot.", reason=Reason.SNAPSHOT_NOT_FOUND)
+            saved_id = self.snapshots[request.name]
+            root_id, id = self._new_id(), self._new_id()
+            tokens = self._find(saved_id).tokens
+            self.contexts[root_id] = FakeContext(list(tokens), root_id=root_id)
+            self.contexts[id] = FakeContext(list(tokens), root_id, root_id, 1)
+            return pb.RestoreResponse(
+                contexts=[self._view(root_id), self._view(id)],
+                saved_ids=[saved_id, "its branch"],
+                num_kv_tokens=len(tokens),
+                kv_refusal="no room",
+                pool=self._pool(),
+            )
+
+        with self._handling("Restore", request, rpc):
+            return self._once(request.request_id, work)
+
+    def ListSnapshots(self, request: pb.ListSnapshotsRequest, rpc: Any) -> pb.ListSnapshotsResponse:
+        with self._handling("ListSnapshots", request, rpc):
+            found = [self._snapshot(name) for name in sorted(self.snapshots)]
+            return pb.ListSnapshotsResponse(snapshots=found)
+
+    def DeleteSnapshot(
+        self, request: pb.DeleteSnapshotRequest, rpc: Any
+    ) -> pb.DeleteSnapshotResponse:
+        with self._handling("DeleteSnapshot", request, rpc):
+            assert request.allow_missing
+            self.snapshots.pop(request.name, None)
+            return pb.DeleteSnapshotResponse()
+
+    def _snapshot(self, name: str) -> pb.Snapshot:
+        snapshot = pb.Snapshot(
+            name=name,
+            model_name="alphabet",
+            num_contexts=2,
+            num_tokens=3,
+            num_kv_tokens=2,
+            num_bytes=4096,
+        )
+        snapshot.create_time.FromSeconds(1_700_000_000)
+        return snapshot
 
     def Release(self, request: pb.ReleaseRequest, rpc: Any) -> pb.ReleaseResponse:
         with self._handling("Release", request, rpc):

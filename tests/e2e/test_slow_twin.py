@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, currently_in_test_context, given, note, sett
 from hypothesis import strategies as st
 from slow_twin import TENANT, PlainModel, TwinBench
 from tiny_engines import TinyEngine
-from tiny_models import VOCAB_SIZE, build_tiny_model
+from tiny_models import PROVEN_FAMILIES, VOCAB_SIZE, build_tiny_model
 from transformers import PreTrainedModel
 
 from agentkv.config import SchedulerConfig
@@ -129,7 +129,8 @@ def run_program(
 ) -> TwinBench:
     """Runs a program to its end, compares every leaf, and gives everything back."""
     plain, model = models(family)
-    scheduler = SchedulerConfig(token_budget=24, chunk_size=7)
+    # Drafts too, where tokens happen to repeat; tests of the engine force them.
+    scheduler = SchedulerConfig(token_budget=24, chunk_size=7, num_speculative_tokens=4)
     made = TinyEngine(
         model,
         num_blocks=NUM_BLOCKS,
@@ -186,6 +187,13 @@ def draw(dice: random.Random) -> Action:
         tokens=tuple(dice.randrange(VOCAB_SIZE) for _ in range(dice.randint(1, 9))),
         num_steps=dice.choice((0, 0, 1, 1, 2, 3, 6)),
     )
+
+
+@pytest.mark.parametrize("family", PROVEN_FAMILIES)
+def test_a_tree_of_every_architecture_equals_its_twin(family: str) -> None:
+    """Catches an architecture that is right in the golden check alone: few rows, one shape."""
+    dice = random.Random(7)
+    run_program(family, [draw(dice) for _ in range(16)])
 
 
 @pytest.mark.slow

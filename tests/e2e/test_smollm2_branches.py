@@ -9,10 +9,10 @@ from torch import Tensor
 
 from agentkv.config import EngineConfig
 from agentkv.engine.build import build_engine_for
+from agentkv.engine.conversation import ChatMessage
 from agentkv.engine.engine import Engine
 from agentkv.engine.operations import Generation
 from agentkv.engine.outputs import Chunk
-from agentkv.engine.tokenizer import ChatMessage
 from agentkv.model.attention import use_agentkv_attention
 from agentkv.model.loader import LoadedModel, load_model
 from agentkv.sampling_params import SamplingParams

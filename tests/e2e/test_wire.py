@@ -19,7 +19,7 @@ from tiny_models import build_tiny_model
 from agentkv.client.async_client import AsyncClient
 from agentkv.client.async_context_handle import AsyncContextHandle
 from agentkv.client.completion import BranchFinish, Completion, FinishReason
-from agentkv.engine.tokenizer import ChatMessage
+from agentkv.engine.conversation import ChatMessage
 from agentkv.errors import (
     AgentKVError,
     ContextBusy,

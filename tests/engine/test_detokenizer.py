@@ -42,7 +42,7 @@ def test_case_087_the_start_of_a_stop_is_withheld() -> None:
     detokenizer = Detokenizer(TOKENIZER, [], ["stone wall"])
     deltas = push_all(detokenizer, ids_of("a", " st") + bytes_of("one wall"))
     assert text_of(deltas) == "a "
-    assert deltas[-1] == TextDelta("", "stone wall", 1)
+    assert deltas[-1] == TextDelta("", "stone wall", 1, 2)
     assert len(deltas) == 2 + len("one wall")
 
 
@@ -76,7 +76,7 @@ def test_case_089_a_stop_that_ends_inside_a_token() -> None:
     detokenizer = Detokenizer(TOKENIZER, [], ["!?"])
     deltas = push_all(detokenizer, ids_of("ok", "!?!"))
     assert text_of(deltas) == "ok"
-    assert deltas[-1] == TextDelta("", "!?", 1)
+    assert deltas[-1] == TextDelta("", "!?", 1, 2)
 
 
 def test_case_089_a_stop_that_begins_inside_a_token() -> None:
@@ -129,7 +129,7 @@ def test_case_065_held_text_forks_by_value() -> None:
     parent = Detokenizer(TOKENIZER, [], ["abcde"])
     push_all(parent, bytes_of("abc"))
     stops, goes_on, ends = parent.fork(), parent.fork(), parent.fork()
-    assert push_all(stops, bytes_of("de"))[-1] == TextDelta("", "abcde", 0)
+    assert push_all(stops, bytes_of("de"))[-1] == TextDelta("", "abcde", 0, 0)
     assert text_of(push_all(goes_on, bytes_of("xyz"))) == "abcxyz"
     assert ends.flush() == "abc"
     assert parent.flush() == "abc"

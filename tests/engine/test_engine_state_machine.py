@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from bench import PARK, PINNED, RETAINED, TENANT, Bench
-from fakes import continuation, logprob, next_token
+from fakes import continuation, logprob, mostly_right, next_token
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -108,6 +108,8 @@ class EngineMachine(RuleBasedStateMachine):
             watermark=watermark,
             max_length=MAX_LENGTH,
             max_waiting=6,
+            draft={4: 0, 16: 3, 64: 6}[budget],
+            propose=mostly_right,
             limits=LimitsConfig(max_contexts=MAX_CONTEXTS, max_depth=5),
             quotas=QuotasConfig(default=QuotaConfig(blocks=quota)),
         )
@@ -362,9 +364,10 @@ class EngineMachine(RuleBasedStateMachine):
 
         def state() -> object:
             pool = self.bench.pool_view
-            # A refused call is a use of its context all the same, which ends a PARK lease.
+            # A refused call is a use of its context all the same, which ends a PARK lease: what is
+            # still there of its KV counts as live again.
             views = [replace(view, lease=ANY_LEASE, expire_time=None) for view in self._views()]
-            return views, pool.live, pool.pinned, self.bench.engine.view().num_waiting
+            return views, pool.free, pool.pinned, self.bench.engine.view().num_waiting
 
         before = state()
         try:

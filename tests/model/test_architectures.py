@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hand_forked import HandBranch, HandForked
-from tiny_models import VOCAB_SIZE, WINDOW, build_tiny_model
+from tiny_models import PROVEN_FAMILIES, VOCAB_SIZE, WINDOW, build_tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
@@ -17,21 +17,6 @@ from agentkv.errors import UnsupportedModelError
 from agentkv.model.model_shape import describe_model
 
 TOLERANCE = 1e-4
-SUPPORTED = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "gemma4_two_dims",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "opt",
-)
 
 
 class Compared:
@@ -71,7 +56,7 @@ class Compared:
             )
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", PROVEN_FAMILIES)
 @pytest.mark.parametrize(
     ("implementation", "block_size"), [("reference", 4), ("cpu", 4), ("cpu", 16)]
 )
@@ -153,7 +138,11 @@ def test_layers_that_share_kv_name_their_donor() -> None:
     [
         ("falcon", {}, "FalconForCausalLM"),
         ("llama4", {}, "Llama4ForCausalLM has layers of type chunked_attention"),
-        ("deepseek_v3", {}, "DeepseekV3ForCausalLM, layer 0: keys have 12 dimensions and values 8"),
+        (
+            "deepseek_v3",
+            {"v_head_dim": 16},
+            "DeepseekV3ForCausalLM, layer 0: keys have 12 dimensions and values 16",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}},

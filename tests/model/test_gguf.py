@@ -144,7 +144,7 @@ def test_a_changed_source_is_converted_anew(tmp_path: Path) -> None:
 LLAMA = build_llama()
 SPARE = np.zeros((64, 64), dtype=np.float32)
 REFUSED: dict[str, tuple[TinyGguf, str]] = {
-    "architecture": (TinyGguf(LLAMA, architecture="mamba"), "'mamba'.*only llama"),
+    "architecture": (TinyGguf(LLAMA, architecture="mamba"), "'mamba'.*only gemma3, llama"),
     "tensor": (
         TinyGguf(LLAMA, more_tensors={"blk.0.attn_sinks.weight": SPARE}),
         "unknown tensors: blk.0.attn_sinks.weight",
@@ -165,7 +165,8 @@ REFUSED: dict[str, tuple[TinyGguf, str]] = {
         TinyGguf(LLAMA, keys={"llama.attention.head_count": [4, 2]}),
         "'llama.attention.head_count' holds list",
     ),
-    "tokenizer": (TinyGguf(LLAMA, keys={"tokenizer.ggml.model": "llama"}), "byte-level BPE"),
+    "tokenizer": (TinyGguf(LLAMA, keys={"tokenizer.ggml.model": "rwkv"}), "byte-level BPE"),
+    "space": (TinyGguf(LLAMA, keys={"tokenizer.ggml.model": "llama"}), "a space before each text"),
     "splitting": (TinyGguf(LLAMA, keys={"tokenizer.ggml.pre": "tekken"}), "'tekken'.*smollm"),
     "merges": (TinyGguf(LLAMA, keys={"tokenizer.ggml.merges": ["th"]}), "not a pair: 'th'"),
     "twice": (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WINDOW, build_tiny_model
+from tiny_models import PROVEN_FAMILIES, WINDOW, build_tiny_model
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -28,6 +28,12 @@ def test_right_models_pass(family: str, block_size: int) -> None:
     report = check(build_tiny_model(family), block_size)
     assert report.error < 1e-4
     assert report.num_rows == 10
+
+
+@pytest.mark.parametrize("family", PROVEN_FAMILIES)
+def test_every_proven_architecture_passes(family: str) -> None:
+    """Catches an architecture that is called proven and would be refused at load."""
+    assert check(build_tiny_model(family), block_size=4).error < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

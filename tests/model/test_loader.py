@@ -111,7 +111,7 @@ def test_a_snapshot_in_the_hubs_cache_needs_no_network(saved: Path, no_network: 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("smollm3", "Known aliases are smollm2"),
+        ("smollm3", "Known aliases are gemma3-270m, smollm2"),
         ("/nowhere/at/all", "no such folder"),
         ("./missing.gguf", "no such .gguf file"),
         ("", "owner/name"),

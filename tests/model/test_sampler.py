@@ -155,7 +155,7 @@ def test_nothing_left_to_choose_fails_alone() -> None:
     dead = sample_of(options)._replace(rules=banned, masks=(mask_of([5], VOCAB_SIZE),))
     logits = random_logits(2)
     found = SAMPLER.sample(logits, [dead, sample_of(options)])
-    assert found[0] == Sampled(-1, None, failed=True)
+    assert found[0] == Sampled(-1, None, failed=True, is_stuck=True)
     assert found[1:] == SAMPLER.sample(logits[1:], [sample_of(options)])
 
 
@@ -192,7 +192,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: list[float], temperature: flo
     expected = SAMPLER.sample(logits, samples)
     logits[1, : len(bad)] = torch.tensor(bad)
     found = SAMPLER.sample(logits, samples)
-    assert found[1] == Sampled(-1, None, failed=True)
+    assert found[1] == Sampled(-1, None, failed=True, is_stuck=set(bad) == {-torch.inf})
     assert [found[0], found[2]] == [expected[0], expected[2]]
 
 

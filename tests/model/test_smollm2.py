@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentkv.engine.tokenizer import ChatMessage, Tokenizer
+from agentkv.engine.conversation import ChatMessage
+from agentkv.engine.tokenizer import Tokenizer
 from agentkv.model.loader import LoadedModel, load_model
 
 

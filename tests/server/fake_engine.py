@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
+from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.bill import Bill
 from agentkv.core.block_move import Tier
@@ -21,8 +22,11 @@ from agentkv.core.request import FinishReason
 from agentkv.core.usage_view import TierView, UsageView
 from agentkv.core.views import ContextView, PoolView, Residency, Usage
 from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
+from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
+from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import (
     Branches,
+    ChatState,
     Chunk,
     Committed,
     ContextTokens,
@@ -33,11 +37,13 @@ from agentkv.engine.outputs import (
     Leased,
     ModelFacts,
     Released,
+    Restored,
+    Saved,
     Scores,
+    SnapshotView,
     Truncated,
     Update,
 )
-from agentkv.engine.tokenizer import ChatMessage
 from agentkv.errors import AgentKVError, ContextMoved, InvalidRequest, NotFound, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
 
@@ -85,10 +91,25 @@ class FakeTokenizer:
         return [256, *self.encode(text, allow_special=allow_special)]
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ending: Ending = Ending.PROMPTED,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
-        turns = [f"{message.role}:{message.content}\n" for message in messages]
-        return self.encode_prompt("".join(turns) + ("assistant:" if add_generation_prompt else ""))
+        turns = [f"{tool.name}:{tool.parameters}\n" for tool in tools]
+        turns += [f"{message.role}:{message.content}\n" for message in messages]
+        ends = {Ending.PROMPTED: "assistant:", Ending.CLOSED: "", Ending.CONTINUED: "..."}
+        return self.encode_prompt("".join(turns) + ends[ending])
+
+    def extend_chat(
+        self, before: Conversation, turn_ids: Sequence[int], added: Conversation
+    ) -> ChatExtension:
+        if any(message.role == "system" for message in added.messages):
+            return ChatExtension((256, 115), added, "a system message comes first")
+        turn = ChatMessage("assistant", bytes(turn_ids).decode())
+        ids = self.encode_chat(added.messages, ending=added.ending)[1:]
+        return ChatExtension((10, *ids), added._replace(messages=(turn, *added.messages)))
 
 
 @dataclass
@@ -100,6 +121,8 @@ class FakeContext:
     parent_id: str | None = None
     fork_position: int = 0
     labels: dict[str, str] = field(default_factory=dict)
+    chat: Conversation | None = None
+    chat_end: int = 0
     lease: Lease = field(default_factory=lambda: Lease(LeaseMode.RETAIN, 60.0))
 
     def view(self) -> ContextView:
@@ -189,6 +212,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.facts = FACTS
         self.contexts: dict[str, FakeContext] = {}
+        self.snapshots: dict[str, SnapshotView] = {}
         self.failures: dict[str, BaseException] = {}
         self.chunk_text = "x"
         self.branch_error: AgentKVError | None = None
@@ -234,9 +258,12 @@ class FakeEngine:
         labels: Mapping[str, str] = {},
         request_id: str | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
+        adapter: str = "",
     ) -> Committed:
         await self._begin("create")
         context = self._add(token_ids, labels=dict(labels))
+        context.chat, context.chat_end = chat, len(context.tokens)
         return Committed(
             context.view(),
             Usage(computed_tokens=len(token_ids)),
@@ -267,16 +294,25 @@ class FakeEngine:
         *,
         expected_length: int | None = None,
         logprobs: bool = False,
+        chat: Conversation | None = None,
     ) -> Committed:
         await self._begin("extend")
         context = self._find(context_id, expected_length)
         context.tokens.extend(token_ids)
+        if chat is not None and context.chat is not None:
+            context.chat = Conversation.joined([context.chat, chat])
+            context.chat_end = len(context.tokens)
         return Committed(
             context.view(),
             Usage(computed_tokens=len(token_ids)),
             POOL,
             tuple(-0.5 for _ in token_ids) if logprobs else (),
         )
+
+    async def compile(self, constraint: Constraint) -> Grammar | Continued:
+        self.calls.append("compile")
+        self._fail("compile")
+        return Continued()  # no text of this fake's is constrained
 
     def generate(
         self,
@@ -285,6 +321,7 @@ class FakeEngine:
         params: SamplingParams,
         *,
         expected_length: int | None = None,
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream[Update]:
         self.calls.append("generate")
 
@@ -306,6 +343,7 @@ class FakeEngine:
         *,
         at: int | None = None,
         labels: Mapping[str, str] = {},
+        grammar: Grammar | Continued | None = None,
     ) -> FakeStream[Update]:
         self.calls.append("generate_branches")
 
@@ -343,6 +381,49 @@ class FakeEngine:
         reductions = (LeaseReduction.MAX_TTL,) if terms.may_reduce else ()
         context.lease = Lease(terms.mode or context.lease.mode, terms.ttl or 60.0, reductions)
         return Leased(context.view(), num_updated=2 if recursive else 1, pool=POOL)
+
+    async def save(
+        self,
+        tenant: str,
+        context_id: str,
+        name: str,
+        *,
+        recursive: bool = False,
+        with_kv: bool = True,
+        overwrite: bool = False,
+    ) -> Saved:
+        await self._begin("save")
+        length = len(self._find(context_id).tokens)
+        num_kv_tokens = length if with_kv else 0
+        self.snapshots[name] = SnapshotView(
+            name, 1_700_000_000.5, "fake", 1 + recursive, length, num_kv_tokens, 77 + overwrite
+        )
+        return Saved(self.snapshots[name], POOL)
+
+    async def restore(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        with_kv: bool = True,
+        lease: LeaseTerms | None = None,
+        request_id: str | None = None,
+    ) -> Restored:
+        await self._begin("restore")
+        context = FakeContext(f"restored by {request_id}", [1, 2, 3])
+        if lease is not None and lease.mode is not None:
+            context.lease = Lease(lease.mode, 60.0)
+        num_kv_tokens = self.snapshots[name].num_kv_tokens if with_kv else 0
+        return Restored((context.view(),), ("saved",), num_kv_tokens, "why not", POOL)
+
+    async def list_snapshots(self, tenant: str) -> Sequence[SnapshotView]:
+        await self._begin("list_snapshots")
+        return list(self.snapshots.values())
+
+    async def delete_snapshot(self, tenant: str, name: str) -> None:
+        await self._begin("delete_snapshot")
+        if self.snapshots.pop(name, None) is None:
+            raise NotFound("None.", reason=Reason.SNAPSHOT_NOT_FOUND)
 
     def watch(self, tenant: str) -> "FakeStream[WatchUpdate]":
         self.calls.append("watch")
@@ -383,6 +464,16 @@ class FakeEngine:
     async def get(self, tenant: str, context_id: str) -> ContextView:
         await self._begin("get")
         return self._find(context_id).view()
+
+    async def chat(
+        self, tenant: str, context_id: str, *, expected_length: int | None = None
+    ) -> ChatState:
+        await self._begin("chat")
+        context = self._find(context_id, expected_length)
+        if context.chat is None:
+            raise InvalidRequest("No chat.", reason=Reason.CHAT_NOT_EXTENDABLE)
+        turn_ids = tuple(context.tokens[context.chat_end :])
+        return ChatState(context.chat, turn_ids, len(context.tokens))
 
     async def tokens(
         self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None

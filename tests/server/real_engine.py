@@ -30,10 +30,12 @@ WAIT = 30.0
 """Seconds after which what should have come never will."""
 
 
-def tiny_engine(**settings: Any) -> Engine:
-    """Builds an engine; `settings` are those of EngineConfig. Nothing ends a generation early."""
+def tiny_engine(*, eos_token_ids: tuple[int, ...] = (), **settings: Any) -> Engine:
+    """Builds an engine; `settings` are those of EngineConfig. By default no token ends a text."""
     loaded = replace(
-        load_tiny(max_position_embeddings=MAX_LENGTH), max_length=MAX_LENGTH, eos_token_ids=()
+        load_tiny(max_position_embeddings=MAX_LENGTH),
+        max_length=MAX_LENGTH,
+        eos_token_ids=eos_token_ids,
     )
     return build_engine_for(loaded, EngineConfig(**{"num_blocks": 512, **settings}))
 

@@ -1,6 +1,6 @@
 /* One layer of a step: stores its keys and values, then attends as a schedule says.
  *
- * Work is divided by OpenMP into (task, KV head): such a pair reads its tokens once for all its
+ * Work is divided into (task, KV head): such a pair reads its tokens once for all its
  * query vectors, from the pool's blocks. A row whose tokens are read by several tasks gets a
  * partial result of each; they are merged in the order of the runs, so that the result does not
  * depend on which thread was first. A token is read for a row only where the row sees it. */
@@ -8,14 +8,16 @@
 #include "attention_kv.h"
 #include "attention_tile.h"
 #include "native.h"
+#include "pool.h"
 
 #include <stdlib.h>
 
-enum { SERIAL = 1 << 13 }; /* query vectors times tokens: below, waking a thread costs more */
+enum { SERIAL = 1 << 13 };  /* query vectors times tokens: below, handing work over costs more */
+enum { MERGED_ROWS = 2 };   /* in a part */
 
 static int64_t whole_vectors(int64_t count) { return (count + WIDTH - 1) / WIDTH * WIDTH; }
 
-/* What one thread works with. */
+/* What one worker works with. */
 typedef struct {
     float *query;   /* (max_queries, padded head_dim), times the scale */
     float *sums;    /* (max_queries, padded v_head_dim) */
@@ -223,6 +225,20 @@ static void merge_row(const Pass *pass, int64_t row) {
     }
 }
 
+static void attend_pieces(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    const Pass *pass = job;
+    const int64_t num_kv_heads = pass->layer->num_kv_heads;
+    Scratch s = scratch_of(pass, worker);
+    memset(s.zeros, 0, (size_t)pass->depth * sizeof(float));
+    for (int64_t i = begin; i < end; i++)
+        attend_task(pass, &s, &pass->layer->schedule->tasks[i / num_kv_heads], i % num_kv_heads);
+}
+
+static void merge_rows(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    (void)worker;
+    for (int64_t row = begin; row < end; row++) merge_row(job, row);
+}
+
 /* Stores and attends. *lowest and *highest become the range of the slots, and nothing else is done
  * where they lie outside of [-1, num_blocks * block_size). */
 EXPORT(void, attend)(const Layer *x, int64_t *lowest, int64_t *highest) {
@@ -243,20 +259,7 @@ EXPORT(void, attend)(const Layer *x, int64_t *lowest, int64_t *highest) {
     }
     const Pass pass = plan_pass(x);
     const int64_t num_pieces = schedule->num_tasks * x->num_kv_heads;
-    const int threads =
-        schedule->work * x->num_kv_heads < SERIAL ? 1 : (int)x->num_threads;
-    int64_t thread = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        int64_t mine;
-#pragma omp atomic capture
-        mine = thread++;
-        Scratch s = scratch_of(&pass, mine);
-        memset(s.zeros, 0, (size_t)pass.depth * sizeof(float));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_pieces; i++)
-            attend_task(&pass, &s, &schedule->tasks[i / x->num_kv_heads], i % x->num_kv_heads);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < schedule->num_rows; row++) merge_row(&pass, row);
-    }
+    const int64_t threads = schedule->work * x->num_kv_heads < SERIAL ? 1 : x->num_threads;
+    pool_run(attend_pieces, &pass, num_pieces, 1, threads);
+    pool_run(merge_rows, &pass, schedule->num_rows, MERGED_ROWS, threads);
 }

@@ -1,12 +1,16 @@
 /* Matrix products of a decoder layer with 8-bit weights, and what stands between them.
  *
- * One product; a layer up to attention; a layer after it. Each is one parallel region,
- * so that a step of thirty layers starts threads sixty times and not five hundred times. Arrays are
- * row-major and dense, float unless said otherwise. `scratch` is memory of any contents: for each input of
+ * One product; a layer up to attention; a layer after it: each a sequence of jobs for the pool. Arrays
+ * are row-major and dense, float unless said otherwise. `scratch` is memory of any contents: for each input of
  * a product and each row 4 bytes, and 4 more for each output of the gates; then 4096.
  */
 #include "int8_panel.h"
 #include "native.h"
+#include "pool.h"
+
+enum { PARTS_PER_THREAD = 16 };
+enum { ROUNDED_GROUPS = 64 }; /* in a part of rounding, at least: a microsecond */
+enum { ROTATED_ROWS = 4 };    /* in a part */
 
 INLINE void store_tile(int count, float tile[TILE_ROWS][PANEL], int64_t width, const float *bias, int adds,
                        float *out, int64_t stride) {
@@ -19,21 +23,43 @@ INLINE void store_tile(int count, float tile[TILE_ROWS][PANEL], int64_t width, c
     }
 }
 
-/* out (+)= rows * weights + bias, inside a parallel region: panels are divided among its threads. */
-INLINE void multiply(const Rows *rows, int64_t num_rows, const uint8_t *weights, int64_t panel_bytes,
-                     const float *bias, int adds, float *out, int64_t num_outputs) {
-    const int64_t panels = (num_outputs + PANEL - 1) / PANEL;
-#pragma omp for schedule(static)
-    for (int64_t p = 0; p < panels; p++) {
-        const int64_t start = p * PANEL, width = num_outputs - start < PANEL ? num_outputs - start : PANEL;
+/* Parts of a product: enough for both to be balanced, each a microsecond or more of reading weights. */
+INLINE int64_t panel_grain(int64_t num_panels, int64_t num_threads) {
+    const int64_t grain = num_panels / (PARTS_PER_THREAD * num_threads);
+    return grain > 1 ? grain : 1;
+}
+
+typedef struct {
+    const Rows *rows;
+    int64_t num_rows;
+    const uint8_t *weights;
+    int64_t panel_bytes; /* between the beginnings of two panels */
+    const float *bias;   /* or NULL */
+    int adds;
+    float *out;
+    int64_t num_outputs;
+} Product;
+
+static void multiply_panels(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    const Product *x = job;
+    (void)worker;
+    for (int64_t p = begin; p < end; p++) {
+        const int64_t start = p * PANEL, left = x->num_outputs - start, width = left < PANEL ? left : PANEL;
         float tile[TILE_ROWS][PANEL];
-        for (int64_t row = 0; row < num_rows;) {
-            const int count = tile_size(num_rows, row);
-            multiply_panel(count, weights + p * panel_bytes, rows, row, tile);
-            store_tile(count, tile, width, bias ? bias + start : 0, adds, out + row * num_outputs + start, num_outputs);
+        for (int64_t row = 0; row < x->num_rows;) {
+            const int count = tile_size(x->num_rows, row);
+            multiply_panel(count, x->weights + p * x->panel_bytes, x->rows, row, tile);
+            store_tile(count, tile, width, x->bias ? x->bias + start : 0, x->adds,
+                       x->out + row * x->num_outputs + start, x->num_outputs);
             row += count;
         }
     }
+}
+
+/* out (+)= rows * weights + bias. */
+static void multiply(const Product *product, int64_t num_threads) {
+    const int64_t panels = (product->num_outputs + PANEL - 1) / PANEL;
+    pool_run(multiply_panels, product, panels, panel_grain(panels, num_threads), num_threads);
 }
 
 /* gates[i] = silu(gates[i]) * ups[i], with silu(x) = x / (1 + exp(-x)). */
@@ -45,47 +71,60 @@ INLINE void gate(const float *gates, const float *ups, float *out) {
     }
 }
 
-/* out = silu(rows * gates) * (rows * ups); panels of `weights` are of gates and ups in turn. */
-INLINE void multiply_gated(const Rows *rows, int64_t num_rows, const uint8_t *weights, float *out, int64_t width) {
-    const int64_t panel_bytes = rows->num_groups * BLOCK_BYTES;
-#pragma omp for schedule(static)
-    for (int64_t p = 0; p < width / PANEL; p++) {
+/* A product whose panels are of gates and ups in turn. */
+static void multiply_gated_panels(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    const Product *x = job;
+    (void)worker;
+    for (int64_t p = begin; p < end; p++) {
+        const uint8_t *weights = x->weights + 2 * p * x->panel_bytes;
         float gates[TILE_ROWS][PANEL], ups[TILE_ROWS][PANEL];
-        for (int64_t row = 0; row < num_rows;) {
-            const int count = tile_size(num_rows, row);
-            multiply_panel(count, weights + 2 * p * panel_bytes, rows, row, gates);
-            multiply_panel(count, weights + (2 * p + 1) * panel_bytes, rows, row, ups);
-            for (int r = 0; r < count; r++) gate(gates[r], ups[r], out + (row + r) * width + p * PANEL);
+        for (int64_t row = 0; row < x->num_rows;) {
+            const int count = tile_size(x->num_rows, row);
+            multiply_panel(count, weights, x->rows, row, gates);
+            multiply_panel(count, weights + x->panel_bytes, x->rows, row, ups);
+            for (int r = 0; r < count; r++)
+                gate(gates[r], ups[r], x->out + (row + r) * x->num_outputs + p * PANEL);
             row += count;
         }
     }
 }
 
-/* Rounds rows, inside a parallel region. */
-INLINE void quantise(const Rows *rows, int64_t num_rows, const float *values, const float *weights, float epsilon) {
-    const int64_t groups = rows->num_groups;
-    if (weights) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < num_rows; row++)
-            quantise_row(rows, row, values + row * groups * GROUP, weights, epsilon);
-    } else {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_rows * groups; i++)
-            quantise_group(rows, i / groups, i % groups, values + i * GROUP, 1.0f, 0);
-    }
+/* out = silu(rows * gates) * (rows * ups), (num_rows, num_outputs). */
+static void multiply_gated(const Product *product, int64_t num_threads) {
+    const int64_t pairs = product->num_outputs / PANEL;
+    pool_run(multiply_gated_panels, product, pairs, panel_grain(pairs, num_threads), num_threads);
+}
+
+typedef struct {
+    const Rows *rows;
+    const float *values, *norm; /* `norm` NULL: rounded as they are */
+    float epsilon;
+} Rounding;
+
+static void quantise_rows(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    const Rounding *x = job;
+    (void)worker;
+    for (int64_t row = begin; row < end; row++)
+        quantise_row(x->rows, row, x->values + row * x->rows->num_groups * GROUP, x->norm, x->epsilon);
+}
+
+/* Rounds rows. A row alone is quicker done than handed over. */
+static void quantise(const Rows *rows, int64_t num_rows, const float *values, const float *norm, float epsilon,
+                     int64_t num_threads) {
+    const Rounding rounding = {rows, values, norm, epsilon};
+    const int64_t grain = (ROUNDED_GROUPS + rows->num_groups - 1) / rows->num_groups;
+    pool_run(quantise_rows, &rounding, num_rows, grain, num_threads);
 }
 
 /* out (num_rows, num_outputs) = values (num_rows, width) * weights + bias (num_outputs, or NULL).
  * `panel_bytes` lie between the beginnings of two panels. */
 EXPORT(void, int8_linear)
 (const float *values, int64_t num_rows, int64_t width, const uint8_t *weights, int64_t panel_bytes,
- const float *bias, float *out, int64_t num_outputs, uint8_t *scratch) {
+ const float *bias, float *out, int64_t num_outputs, uint8_t *scratch, int64_t num_threads) {
     const Rows rows = rows_at(&scratch, num_rows, width);
-#pragma omp parallel
-    {
-        quantise(&rows, num_rows, values, 0, 0.0f);
-        multiply(&rows, num_rows, weights, panel_bytes, bias, 0, out, num_outputs);
-    }
+    const Product product = {&rows, num_rows, weights, panel_bytes, bias, 0, out, num_outputs};
+    quantise(&rows, num_rows, values, 0, 0.0f, num_threads);
+    multiply(&product, num_threads);
 }
 
 /* Rotates one head in place: pairs (i, i + half) by the angles of its row (Su et al. 2021). */
@@ -97,42 +136,54 @@ INLINE void rotate(float *head, const float *cosines, const float *sines, int64_
     }
 }
 
+typedef struct {
+    float *out;
+    const float *cosines, *sines;
+    int64_t head_dim, num_rotated, num_heads;
+} Rotation;
+
+static void rotate_rows(const void *job, int64_t begin, int64_t end, int64_t worker) {
+    const Rotation *x = job;
+    (void)worker;
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t head = 0; head < x->num_rotated; head++)
+            rotate(x->out + (row * x->num_heads + head) * x->head_dim, x->cosines + row * x->head_dim,
+                   x->sines + row * x->head_dim, x->head_dim / 2);
+}
+
 /* out (num_rows, heads of q, k and v) = norm(hidden) * weights + bias, the heads of q and k rotated.
  * `cosines` and `sines` are (num_rows, head_dim). */
 EXPORT(void, int8_before_attention)
 (const float *hidden, int64_t num_rows, int64_t width, const float *norm, float epsilon, const uint8_t *weights,
  const float *bias, const float *cosines, const float *sines, int64_t head_dim, int64_t num_rotated,
- int64_t num_heads, float *out, uint8_t *scratch) {
+ int64_t num_heads, float *out, uint8_t *scratch, int64_t num_threads) {
     const Rows rows = rows_at(&scratch, num_rows, width);
-#pragma omp parallel
-    {
-        quantise(&rows, num_rows, hidden, norm, epsilon);
-        multiply(&rows, num_rows, weights, rows.num_groups * BLOCK_BYTES, bias, 0, out, num_heads * head_dim);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_rows * num_rotated; i++) {
-            const int64_t row = i / num_rotated, head = i % num_rotated;
-            rotate(out + (row * num_heads + head) * head_dim, cosines + row * head_dim, sines + row * head_dim,
-                   head_dim / 2);
-        }
-    }
+    const int64_t panel_bytes = rows.num_groups * BLOCK_BYTES;
+    const Product product = {&rows, num_rows, weights, panel_bytes, bias, 0, out, num_heads * head_dim};
+    const Rotation rotation = {out, cosines, sines, head_dim, num_rotated, num_heads};
+    quantise(&rows, num_rows, hidden, norm, epsilon, num_threads);
+    multiply(&product, num_threads);
+    pool_run(rotate_rows, &rotation, num_rows, ROTATED_ROWS, num_threads);
 }
 
 /* hidden += attended * output; then hidden += (silu(n * gates) * (n * ups)) * down, n = norm(hidden). */
 EXPORT(void, int8_after_attention)
 (float *hidden, int64_t num_rows, int64_t width, const float *attended, int64_t attended_width,
  const uint8_t *output, const float *output_bias, const float *norm, float epsilon, const uint8_t *gates_ups,
- const uint8_t *down, int64_t inner_width, uint8_t *scratch) {
+ const uint8_t *down, int64_t inner_width, uint8_t *scratch, int64_t num_threads) {
     const Rows first = rows_at(&scratch, num_rows, attended_width);
     const Rows second = rows_at(&scratch, num_rows, width);
     const Rows third = rows_at(&scratch, num_rows, inner_width);
     float *inner = (float *)scratch;
-#pragma omp parallel
-    {
-        quantise(&first, num_rows, attended, 0, 0.0f);
-        multiply(&first, num_rows, output, first.num_groups * BLOCK_BYTES, output_bias, 1, hidden, width);
-        quantise(&second, num_rows, hidden, norm, epsilon);
-        multiply_gated(&second, num_rows, gates_ups, inner, inner_width);
-        quantise(&third, num_rows, inner, 0, 0.0f);
-        multiply(&third, num_rows, down, third.num_groups * BLOCK_BYTES, 0, 1, hidden, width);
-    }
+    const int64_t first_bytes = first.num_groups * BLOCK_BYTES, second_bytes = second.num_groups * BLOCK_BYTES;
+    const int64_t third_bytes = third.num_groups * BLOCK_BYTES;
+    const Product outputs = {&first, num_rows, output, first_bytes, output_bias, 1, hidden, width};
+    const Product gated = {&second, num_rows, gates_ups, second_bytes, 0, 0, inner, inner_width};
+    const Product downs = {&third, num_rows, down, third_bytes, 0, 1, hidden, width};
+    quantise(&first, num_rows, attended, 0, 0.0f, num_threads);
+    multiply(&outputs, num_threads);
+    quantise(&second, num_rows, hidden, norm, epsilon, num_threads);
+    multiply_gated(&gated, num_threads);
+    quantise(&third, num_rows, inner, 0, 0.0f, num_threads);
+    multiply(&downs, num_threads);
 }

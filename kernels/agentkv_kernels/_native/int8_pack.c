@@ -1,6 +1,7 @@
 /* Rounds weights to 8 bits, into the panels that `int8_panel.h` describes. */
 #include "int8_panel.h"
 #include "native.h"
+#include "pool.h"
 
 /* Rounds GROUP weights of one output; bytes go to every (4 * PANEL)th place in fours. */
 INLINE void pack_group(const float *weights, float *factor, uint8_t *bytes) {
@@ -20,20 +21,34 @@ INLINE void pack_group(const float *weights, float *factor, uint8_t *bytes) {
     }
 }
 
-/* weights (num_outputs, width), float, -> panels, of which the last may lack outputs: zeros stand for
- * them. `panel_bytes` lie between the beginnings of two panels. */
-EXPORT(void, int8_pack)
-(const float *weights, int64_t num_outputs, int64_t width, uint8_t *panels, int64_t panel_bytes) {
+typedef struct {
+    const float *weights;
+    int64_t num_outputs, width;
+    uint8_t *panels;
+    int64_t panel_bytes;
+} Packing;
+
+static void pack_panels(const void *job, int64_t begin, int64_t end, int64_t worker) {
     static const float nothing[GROUP];
-    const int64_t groups = width / GROUP;
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < (num_outputs + PANEL - 1) / PANEL; p++)
-        for (int64_t g = 0; g < groups; g++) {
-            uint8_t *block = panels + p * panel_bytes + g * BLOCK_BYTES;
+    const Packing *x = job;
+    (void)worker;
+    for (int64_t p = begin; p < end; p++)
+        for (int64_t g = 0; g < x->width / GROUP; g++) {
+            uint8_t *block = x->panels + p * x->panel_bytes + g * BLOCK_BYTES;
             for (int64_t i = 0; i < PANEL; i++) {
                 const int64_t output = p * PANEL + i;
-                const float *from = output < num_outputs ? weights + output * width + g * GROUP : nothing;
+                const float *from =
+                    output < x->num_outputs ? x->weights + output * x->width + g * GROUP : nothing;
                 pack_group(from, (float *)block + i, block + 4 * PANEL + 4 * i);
             }
         }
+}
+
+/* weights (num_outputs, width), float, -> panels, of which the last may lack outputs: zeros stand for
+ * them. `panel_bytes` lie between the beginnings of two panels. */
+EXPORT(void, int8_pack)
+(const float *weights, int64_t num_outputs, int64_t width, uint8_t *panels, int64_t panel_bytes,
+ int64_t num_threads) {
+    const Packing packing = {weights, num_outputs, width, panels, panel_bytes};
+    pool_run(pack_panels, &packing, (num_outputs + PANEL - 1) / PANEL, 1, num_threads);
 }

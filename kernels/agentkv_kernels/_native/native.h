@@ -6,7 +6,7 @@
  *     EXPORT(void, store)(...)   ->   agentkv_store_avx2, agentkv_store_avx512vnni, ...
  *
  * Arguments are pointers and int64_t or float alone; shapes were checked by the caller. Loops are
- * divided by OpenMP, whose threads are torch's.
+ * divided by `pool.h`, among as many threads as the caller says.
  */
 #ifndef AGENTKV_NATIVE_H
 #define AGENTKV_NATIVE_H
