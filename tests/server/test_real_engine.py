@@ -194,8 +194,8 @@ def test_usage_and_quotas_cross_the_wire() -> None:
                 assert answer.quotas.blocks == 2
                 assert (answer.quotas.max_blocks, answer.quotas.max_contexts) == (40, 2)
                 assert not answer.quotas.HasField("max_block_seconds")
-                (tier,) = answer.tiers
-                assert tier.tier == pb.TIER_DEVICE
+                tier, host = answer.tiers
+                assert (tier.tier, host.tier) == (pb.TIER_DEVICE, pb.TIER_HOST)
                 assert tier.taken_block_seconds == tier.held_block_seconds
             alone = await served.stub.GetUsage(pb.GetUsageRequest(context_id=root))
             assert alone.num_contexts == 1
