@@ -5,7 +5,8 @@ It knows no block and no clock; `agentkv.core.ledger` says when something is cha
 
 from dataclasses import dataclass, fields
 
-from agentkv.core.occupancy import Reading, Tier
+from agentkv.core.block_move import Tier
+from agentkv.core.occupancy import Reading
 
 
 @dataclass(slots=True)

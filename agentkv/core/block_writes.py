@@ -185,6 +185,7 @@ def _share_away(tree: ContextTree, segment: Segment, boundary: int) -> bool:
         return False
     place, kept_end = lister.away[-1], lister.kept_end
     tree.lower.acquire(place)
+    tree.lower.relist(lister)
     tree.rehang(segment, boundary)
     tree.lower.set_away(segment, [place], kept_end)
     prefix_match.index(segment, tree.block_size)

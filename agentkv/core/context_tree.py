@@ -282,6 +282,8 @@ class ContextTree:
         segment.parent = upper
         del parent.children[segment]
         parent.children[upper] = None
+        for occupancy in self.residency.occupancies:
+            occupancy.split(upper, segment)
         if away:
             num_above = max(0, -(-min(position, kept_end) // size) - first_away)
             above_away, below_away = away[:num_above], away[num_above:]
@@ -290,8 +292,6 @@ class ContextTree:
                 below_away.insert(0, above_away[-1])
             self.lower.set_away(upper, above_away, min(kept_end, position))
             self.lower.set_away(segment, below_away, kept_end)
-        for occupancy in self.residency.occupancies:
-            occupancy.split(upper, segment)
         for part in (upper, segment):
             prefix_match.index(part, size)
         self.residency.offer(upper)

@@ -36,6 +36,7 @@ class Ledger:
 
     def __init__(self, occupancies: Sequence[Occupancy], *, max_ended_trees: int) -> None:
         self._occupancies = tuple(occupancies)
+        self._by_tier = {occupancy.tier: occupancy for occupancy in occupancies}
         self._max_ended_trees = max_ended_trees
         self._closed: dict[str, Bill] = {}
         self._trees: dict[str, _TreeAccount] = {}
@@ -105,7 +106,7 @@ class Ledger:
     def _used(self, context: Context) -> Readings:
         """Finds what a context has used, by tier, since it was last charged."""
         return tuple(
-            (tier, self._occupancies[tier].read(context.tail).since(reading))
+            (tier, self._by_tier[tier].read(context.tail).since(reading))
             for tier, reading in context.readings
         )
 

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from agentkv.core.away_occupancy import AwayOccupancy
 from agentkv.core.block_move import LOWER_TIERS, BlockMove, MoveCosts, Place, Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.segment import Hold, Segment
@@ -38,6 +39,10 @@ class LowerTiers:
     def __init__(self, block_size: int, *, host_blocks: int = 0, disk_blocks: int = 0) -> None:
         self.block_size = block_size
         self.pools = {Tier.HOST: BlockPool(host_blocks), Tier.DISK: BlockPool(disk_blocks)}
+        self.occupancies = tuple(
+            AwayOccupancy(tier, pool) for tier, pool in self.pools.items() if pool.num_blocks
+        )
+        """Who pays for what is held, by tier."""
         self.costs = MoveCosts()
         self.moves: list[BlockMove] = []
         """Decided, and not handed to a step yet."""
@@ -67,6 +72,7 @@ class LowerTiers:
     def set_away(self, segment: Segment, away: list[Place], kept_end: int) -> None:
         """Replaces what a segment lists as away; counts of the pools are the caller's affair."""
         held, parent = segment.holds[Hold.TOKENS] > 0, segment.parent
+        last_before = segment.away[-1] if segment.away else None
         assert parent is not None
         for tier in LOWER_TIERS:
             had = any(place.tier is tier for place in segment.away)
@@ -77,6 +83,8 @@ class LowerTiers:
         segment.away, segment.kept_end = away, kept_end
         if held:
             self._count(away)
+        for occupancy in self.occupancies:
+            occupancy.relist(segment, last_before)
         self.offer(segment)
 
     def take_off(self, segment: Segment) -> list[Place]:
@@ -94,8 +102,12 @@ class LowerTiers:
         self._let_go(segment.away)
 
     def acquire(self, place: Place) -> None:
-        """Counts one more listing of a place."""
+        """Counts one more listing of a place; who lists it already is to be told by `relist`."""
         self.pools[place.tier].acquire(place.block_id)
+
+    def relist(self, segment: Segment) -> None:
+        """Takes in that others list what a segment lists as well."""
+        self.set_away(segment, segment.away, segment.kept_end)
 
     def release(self, places: Sequence[Place]) -> None:
         """Gives back one listing of each place."""

@@ -2,31 +2,26 @@
 
 A context holds a block while its path runs through it and it is kept at the tier's level. A block
 that n contexts hold costs each of them 1/n of a block-second per second; what no context holds is
-charged to the pool. It knows segments and time as it is told, and neither contexts nor tenants.
+charged to the pool. This file owns the words and the sums by tenant; which block is whose is the
+affair of `device_occupancy` and `away_occupancy`. It knows segments and time as it is told, and
+neither contexts nor tenants.
 
-    Each held segment has a meter of two integrals: `share`, of blocks / holders, and `alone`, of
-    blocks. A context's bill is the sum along its path now, less that sum when it began to hold.
-    A meter is brought up to date only when its segment's blocks or holders change, so time costs
-    nothing by itself, and a fork costs one addition per segment of its path. Where a segment is
-    cut, joined or hung elsewhere, its meters are rewritten such that no sum along a path changes.
+    Meters hold two integrals each: `share`, of blocks / holders, and `alone`, of blocks. A
+    context's bill is the sum along its path now, less that sum when it began to hold. A meter is
+    brought up to date only when its blocks or holders change, so time costs nothing by itself,
+    and a fork costs one addition per segment of its path. Where a segment is cut, joined or hung
+    elsewhere, meters are rewritten such that no sum along a path changes.
 """
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
+from agentkv.core.block_move import Tier
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.segment import Hold, Segment
 from agentkv.core.sliding_sum import SlidingSum
-
-
-class Tier(IntEnum):
-    """Where blocks are."""
-
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
 
 
 class Reading(NamedTuple):
@@ -60,8 +55,8 @@ class Tenancy:
 
 
 @dataclass(slots=True)
-class _Meter:
-    """One held segment: rates since `at`, integrals up to it."""
+class Meter:
+    """What some contexts hold together: rates since `at`, integrals up to it."""
 
     tenancy: Tenancy
     at: float
@@ -71,22 +66,18 @@ class _Meter:
     alone: float = 0.0
 
     def settle(self, now: float) -> None:
-        used = self.num_blocks * (now - self.at)
-        self.share += used / self.num_holders
-        self.alone += used
-        self.at = now
+        """Brings the integrals up to date."""
+        if now != self.at:
+            used = self.num_blocks * (now - self.at)
+            self.share += used / self.num_holders
+            self.alone += used
+            self.at = now
 
 
-class Occupancy:
-    """Block-seconds of one tier.
+class Occupancy(ABC):
+    """Block-seconds of one tier; what tenancies and pool are charged adds up to what is taken."""
 
-    Invariants (`check`): a segment has a meter exactly while a context holds it; the meters'
-    blocks add up to what is held; what tenancies and pool are charged adds up to what is taken.
-    """
-
-    def __init__(
-        self, tier: Tier, pool: BlockPool, level: Hold, num_owned: Callable[[Segment], int]
-    ) -> None:
+    def __init__(self, tier: Tier, pool: BlockPool, level: Hold) -> None:
         self.tier = tier
         self.level = level
         """Contexts kept at this level or above hold what is on their path."""
@@ -94,8 +85,6 @@ class Occupancy:
         self.taken_block_seconds = 0.0
         """Integral of the blocks taken from the pool, held or not."""
         self._pool = pool
-        self._num_owned = num_owned
-        self._meters: dict[Segment, _Meter] = {}
         self._tenancies: dict[Segment, Tenancy] = {}
 
     def advance(self, now: float) -> None:
@@ -123,99 +112,41 @@ class Occupancy:
         """Block-seconds charged to the pool since start: cache, and KV that gave way."""
         return self.taken_block_seconds - self.held_block_seconds
 
+    @abstractmethod
     def read(self, tail: Segment) -> Reading:
         """Sums up a path."""
-        share = alone = 0.0
-        node, now, meters = tail, self.now, self._meters
-        while node.parent is not None:
-            meter = meters.get(node)
-            if meter is not None:
-                used = meter.num_blocks * (now - meter.at)
-                share += meter.share + used / meter.num_holders
-                alone += meter.alone + used
-            node = node.parent
-        return Reading(share, alone)
 
     # -- holders -----------------------------------------------------------------------------
 
+    @abstractmethod
     def hold(self, tail: Segment, count: int = 1) -> Reading:
         """Lets `count` more contexts hold a path; returns its sums."""
-        share = alone = 0.0
-        node, now, meters = tail, self.now, self._meters
-        while node.parent is not None:
-            meter = meters.get(node)
-            if meter is None:
-                meter = meters[node] = _Meter(self.tenancy(node.account), now)
-                self._set_blocks(meter, self._num_owned(node))
-            else:
-                meter.settle(now)
-            meter.num_holders += count
-            share += meter.share
-            alone += meter.alone
-            node = node.parent
-        return Reading(share, alone)
 
+    @abstractmethod
     def let_go(self, tail: Segment) -> None:
         """Lets one context less hold a path."""
-        self._drop(tail, tail.root, 1)
 
+    @abstractmethod
     def begin(self, child: Segment) -> None:
         """Lets the context that holds the path above hold a new, empty segment below it too."""
-        self._meters[child] = _Meter(self.tenancy(child.account), self.now, num_holders=1)
 
-    # -- blocks and shape --------------------------------------------------------------------
+    # -- shape -------------------------------------------------------------------------------
 
-    def resize(self, segment: Segment) -> None:
-        """Takes in that the blocks of a segment have changed."""
-        meter = self._meters.get(segment)
-        if meter is not None:
-            meter.settle(self.now)
-            self._set_blocks(meter, self._num_owned(segment))
-
+    @abstractmethod
     def split(self, upper: Segment, lower: Segment) -> None:
         """Takes in that a segment was cut: who holds the lower part holds the upper one too."""
-        meter = self._meters.get(lower)
-        if meter is None:
-            return
-        meter.settle(self.now)
-        self._meters[upper] = _Meter(
-            meter.tenancy,
-            meter.at,
-            meter.num_holders,
-            self._num_owned(upper),
-            meter.share,
-            meter.alone,
-        )
-        meter.share = meter.alone = 0.0
-        meter.num_blocks = self._num_owned(lower)
 
+    @abstractmethod
     def join(self, upper: Segment, child: Segment) -> None:
         """Takes in that a segment has become one with its single child, which remains."""
-        above = self._meters.pop(upper, None)
-        if above is None:
-            return
-        meter = self._meters[child]
-        assert above.num_holders == meter.num_holders, "a holder ends at a joined segment"
-        above.settle(self.now)
-        meter.settle(self.now)
-        meter.share += above.share
-        meter.alone += above.alone
-        meter.num_blocks = self._num_owned(child)
 
+    @abstractmethod
     def rehang(self, segment: Segment, above: Segment) -> None:
         """Takes in that a segment is about to hang from an ancestor of its parent."""
-        meter = self._meters.get(segment)
-        if meter is None:
-            return
-        assert segment.parent is not None
-        passed = self.read(segment.parent).since(self.read(above))
-        meter.settle(self.now)
-        meter.share += passed.share
-        meter.alone += passed.alone
-        self._drop(segment.parent, above, meter.num_holders)
 
     # -- audit -------------------------------------------------------------------------------
 
+    @abstractmethod
     def check(self, segments: Iterable[Segment], num_held: int) -> None:
         """Asserts that meters and segments agree.
 
@@ -223,35 +154,19 @@ class Occupancy:
             segments: All segments but the roots.
             num_held: Blocks that contexts hold, each counted once.
         """
-        held = {segment for segment in segments if segment.holds[self.level]}
-        assert held == self._meters.keys(), "a meter runs for nobody, or none for a holder"
-        for segment, meter in self._meters.items():
-            assert meter.num_blocks == self._num_owned(segment), "a meter counts other blocks"
-            assert meter.num_holders >= segment.holds[self.level]
-        assert sum(meter.num_blocks for meter in self._meters.values()) == num_held
-        assert sum(tenancy.num_blocks for tenancy in self._tenancies.values()) == num_held
 
-    def num_holders(self, segment: Segment) -> int:
-        """Contexts that hold a segment."""
-        meter = self._meters.get(segment)
-        return 0 if meter is None else meter.num_holders
+    @abstractmethod
+    def num_holders(self, segment: Segment) -> int | None:
+        """Contexts that hold a segment; None where nothing has to be counted."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether no meter runs, as it must be when no context is left."""
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _drop(self, segment: Segment, above: Segment, count: int) -> None:
-        """Takes holders from a segment and its ancestors below `above`."""
-        node, now, meters = segment, self.now, self._meters
-        while node is not above:
-            meter = meters[node]
-            meter.settle(now)
-            meter.num_holders -= count
-            if not meter.num_holders:
-                self._set_blocks(meter, 0)
-                del meters[node]
-            assert node.parent is not None
-            node = node.parent
-
-    def _set_blocks(self, meter: _Meter, num_blocks: int) -> None:
+    def _set_blocks(self, meter: Meter, num_blocks: int) -> None:
         change = num_blocks - meter.num_blocks
         if change:
             self._settle(meter.tenancy)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from agentkv.config import LimitsConfig, QuotaConfig, QuotasConfig
 from agentkv.core.context_tree import ContextTree
-from agentkv.core.occupancy import Tenancy, Tier
+from agentkv.core.occupancy import Tenancy
 from agentkv.core.segment import Hold
 from agentkv.core.sliding_sum import SlidingSum
 from agentkv.errors import PoolExhausted, Reason
@@ -52,7 +52,7 @@ class Quotas:
         self._limits = limits
         self._tree = tree
         self._known: dict[str, _Limits] = {}
-        self._occupancy = tree.residency.occupancies[Tier.DEVICE]
+        self._occupancy = tree.residency.device
 
     def view(self, tenant: str, num_contexts: int) -> QuotaView:
         """Shows a tenant's quotas and where it stands."""

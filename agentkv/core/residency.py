@@ -7,8 +7,9 @@ evicted, and does not change the shape of the tree.
 import heapq
 
 from agentkv.core.block_pool import BlockPool
+from agentkv.core.device_occupancy import DeviceOccupancy
 from agentkv.core.lower_tiers import LowerTiers
-from agentkv.core.occupancy import Occupancy, Tier
+from agentkv.core.occupancy import Occupancy
 from agentkv.core.segment import Hold, Segment
 
 
@@ -27,10 +28,10 @@ class Residency:
         self.held = [0] * len(Hold)
         self.used_slots = 0
         """Slots of allocated blocks that hold a token's KV, copies counted each."""
-        self.occupancies = (
-            Occupancy(Tier.DEVICE, pool, Hold.KV, lambda segment: segment.num_owned(block_size)),
-        )
-        """Who pays for what is held, by tier."""
+        self.device = DeviceOccupancy(pool, lambda segment: segment.num_owned(block_size))
+        """Who pays for what is held on the device."""
+        self.occupancies: tuple[Occupancy, ...] = (self.device, *lower.occupancies)
+        """The same of each tier there is."""
         self._leaves: list[tuple[int, int, Segment]] = []
 
     @property
@@ -120,8 +121,7 @@ class Residency:
     def _resize(self, segment: Segment, blocks: list[int]) -> None:
         before, had_kv = segment.num_owned(self.block_size), bool(segment.blocks)
         segment.set_blocks(blocks)
-        for occupancy in self.occupancies:
-            occupancy.resize(segment)
+        self.device.resize(segment)
         change = segment.num_owned(self.block_size) - before
         for level in Hold:
             if segment.holds[level]:

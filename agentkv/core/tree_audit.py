@@ -35,8 +35,7 @@ def check_tree(tree: "ContextTree") -> None:
         below = sum(root.held_below[level] for root in tree.roots if root.account is root)
         assert held[level] == below, "blocks held per root drifted"
     assert used_slots == tree.residency.used_slots, "used slots drifted"
-    for occupancy in tree.residency.occupancies:
-        occupancy.check(tree, tree.residency.held[occupancy.level])
+    tree.residency.device.check(tree, tree.residency.held[Hold.KV])
     for root in tree.roots:
         assert len(root.tokens) == 0 and not root.blocks and root.start == 0
     _check_lower(tree)
@@ -57,6 +56,9 @@ def _check_lower(tree: "ContextTree") -> None:
             assert pool.count(block_id) == counts[Place(tier, block_id)], "a place is miscounted"
         assert tree.lower.num_live[tier] == sum(place.tier is tier for place in live)
         view = tree.lower.view(tier)
+        for occupancy in tree.lower.occupancies:
+            if occupancy.tier is tier:
+                occupancy.check(tree, view.live)
         assert min(view) >= 0 and view.free + view.live + view.cached == view.total
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from agentkv.core.bill import Bill
-from agentkv.core.occupancy import Tier
+from agentkv.core.block_move import Tier
 from agentkv.core.quotas import QuotaView
 
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from agentkv.config import LeaseConfig, LimitsConfig, ServerConfig
 from agentkv.core.bill import Bill
+from agentkv.core.block_move import Tier
 from agentkv.core.lease import Lease, LeaseReduction
-from agentkv.core.occupancy import Tier
 from agentkv.core.pressure import PressureLevel
 from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason

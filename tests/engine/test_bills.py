@@ -5,7 +5,7 @@ from bench import TENANT, Bench, numbers
 
 from agentkv.config import LimitsConfig
 from agentkv.core.bill import Bill
-from agentkv.core.occupancy import Tier
+from agentkv.core.block_move import Tier
 from agentkv.errors import NotFound
 
 
@@ -36,6 +36,31 @@ def test_a_shared_blocks_second_is_split() -> None:
     bench.now += 4.0
     assert device(bill_of(bench, children[0])) == 8.0 + 4.0 + 4.0
     assert device(bench.engine.usage(TENANT).bill) == 40 + 32 + 16 + 4
+    bench.end()
+
+
+def test_a_cut_block_in_the_host_costs_those_who_still_count_on_it() -> None:
+    """Catches a block charged once per part of a cut, or no more when its upper part is back."""
+    bench = Bench(block_size=4, host_blocks=8)
+    root = bench.create(numbers(1, 10))
+    bench.park(root)
+    (short,), (middle,) = bench.fork(root, at=6), bench.fork(root, at=7)
+    contexts = (root, short, middle)
+
+    def host() -> list[float]:
+        return [bill_of(bench, context).block_seconds[Tier.HOST] for context in contexts]
+
+    bench.now += 6.0
+    assert host() == [6 + 6 / 3 + 6 / 3, 6 / 3 + 6 / 3, 6 / 3 + 6 / 3]
+    bench.extend(short, [1])  # brings back [0, 6) in blocks of its own
+    bench.now += 6.0
+    assert host() == [10 + 6 + 6 / 2, 4, 4 + 6 / 2]
+    tier = bench.engine.usage(TENANT).tiers[Tier.HOST]
+    assert (tier.taken, tier.held, tier.unheld) == (30, 30, 0)
+    bench.release(root, middle)
+    held = bench.engine.usage(TENANT).tiers[Tier.HOST].held
+    bench.now += 6.0
+    assert bench.engine.usage(TENANT).tiers[Tier.HOST].held == held, "cache is nobody's"
     bench.end()
 
 

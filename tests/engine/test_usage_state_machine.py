@@ -1,22 +1,24 @@
 """Bills against a brute-force integrator: each block's second split by hand, program by program.
 
-The integrator knows no meter and no segment but by its list of blocks: whenever time moves, it
-looks up which contexts hold each taken block and adds each one's part. Programs fork, extend,
-generate, score, truncate, release and evict in pools so small that contexts give way.
+The integrator knows no meter and no segment but by its lists of blocks: whenever time moves, it
+looks up which contexts hold each taken block of each tier and adds each one's part. Programs fork,
+extend, generate, score, truncate, park, release and evict in pools so small that contexts give way,
+and that host blocks fall to disk.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import astuple
 
 import pytest
-from bench import PINNED, RETAINED, TENANT, Bench
+from bench import PARK, PINNED, RETAINED, TENANT, Bench
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from agentkv.core.block_move import Place, Tier
 from agentkv.core.context import Context
-from agentkv.core.occupancy import Tier
 from agentkv.core.segment import Hold
 from agentkv.core.usage_view import UsageView
 from agentkv.errors import AgentKVError
@@ -37,17 +39,30 @@ class UsageMachine(RuleBasedStateMachine):
         super().__init__()
         self.ids: dict[str, str] = {}
         """Living contexts, and their tenants."""
-        self.used: defaultdict[str, float] = defaultdict(float)
+        self.used: defaultdict[tuple[str, Tier], float] = defaultdict(float)
         """Block-seconds by context, by tree and by tenant, released contexts' too."""
         self.saved: defaultdict[str, float] = defaultdict(float)
         self.owners: dict[str, str] = {}
         """Tenants of trees."""
-        self.pool = 0.0
-        self.taken = 0.0
+        self.pool = dict.fromkeys(Tier, 0.0)
+        self.taken = dict.fromkeys(Tier, 0.0)
 
-    @initialize(block_size=st.sampled_from([1, 2, 4]), num_blocks=st.sampled_from([8, 14, 40]))
-    def start(self, block_size: int, num_blocks: int) -> None:
-        self.bench = Bench(num_blocks, block_size, chunk=5, budget=12, max_length=40)
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.sampled_from([8, 14, 40]),
+        lower=st.sampled_from([(0, 0), (3, 0), (4, 5), (30, 0), (12, 40)]),
+    )
+    def start(self, block_size: int, num_blocks: int, lower: tuple[int, int]) -> None:
+        host_blocks, disk_blocks = lower
+        self.bench = Bench(
+            num_blocks,
+            block_size,
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            chunk=5,
+            budget=12,
+            max_length=40,
+        )
         self.bench.runner.before_step = lambda batch: self.wait(0.25)  # a step takes time too
 
     # -- verbs -------------------------------------------------------------------------------
@@ -109,6 +124,13 @@ class UsageMachine(RuleBasedStateMachine):
         self._try(lambda: self.bench.engine.truncate(tenant, context_id, length))
 
     @precondition(lambda self: self.ids)
+    @rule(pick=picks, then=some_steps)
+    def park(self, pick: int, then: int) -> None:
+        context_id = self._pick(pick)
+        self._try(lambda: self.bench.engine.update_lease(self.ids[context_id], context_id, PARK))
+        self.step(then)
+
+    @precondition(lambda self: self.ids)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         context_id = self._pick(pick)
@@ -126,23 +148,27 @@ class UsageMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1e-3, 1.0, 7.5, 1e4]))
     def wait(self, seconds: float) -> None:
         """Moves time on, and integrates by hand what is there meanwhile."""
-        holders: defaultdict[int, list[Context]] = defaultdict(list)
+        holders: defaultdict[Place, list[Context]] = defaultdict(list)
         store = self.bench.engine._store
         for context in (*store, *store._hidden):
+            path = self.bench.tree.path(context.tail)
+            places = {place for segment in path for place in segment.away}
             if context.hold >= Hold.KV:
-                path = self.bench.tree.path(context.tail)
-                for block_id in {block for segment in path for block in segment.blocks}:
-                    holders[block_id].append(context)
-        taken = self.bench.pool.num_blocks - self.bench.pool.num_free
-        self.taken += taken * seconds
-        self.pool += (taken - len(holders)) * seconds
-        for contexts in holders.values():
+                blocks = {block for segment in path for block in segment.blocks}
+                places |= {Place(Tier.DEVICE, block_id) for block_id in blocks}
+            for place in places:
+                holders[place].append(context)
+        for tier, pool in {Tier.DEVICE: self.bench.pool, **self.bench.tree.lower.pools}.items():
+            taken = pool.num_blocks - pool.num_free
+            self.taken[tier] += taken * seconds
+            self.pool[tier] += (taken - sum(p.tier is tier for p in holders)) * seconds
+        for place, contexts in holders.items():
             for context in contexts:
                 payer = context.parent if context in store._hidden else context
                 assert payer is not None
                 self.owners[f"tree {payer.root_id}"] = payer.tenant
                 for name in (f"context {payer.id}", f"tree {payer.root_id}", payer.tenant):
-                    self.used[name] += seconds / len(contexts)
+                    self.used[name, place.tier] += seconds / len(contexts)
                     self.saved[name] += seconds * (1 - 1 / len(contexts))
         self.bench.now += seconds
 
@@ -159,13 +185,19 @@ class UsageMachine(RuleBasedStateMachine):
             usage = engine.usage(tenant)
             assert usage.num_contexts == sum(owner == tenant for owner in self.ids.values())
             self._compare(usage, tenant)
-            held = engine._tree.residency.occupancies[0].tenancy(engine._tree.root(tenant))
-            assert held.block_seconds == self._near(self.used[tenant])
-        (tier,) = usage.tiers
-        assert tier.taken == self._near(self.taken)
-        assert tier.unheld == self._near(self.pool)
-        tenants = sum(engine.usage(t).bill.block_seconds[Tier.DEVICE] for t in TENANTS)
-        assert tenants + tier.unheld == pytest.approx(tier.taken, rel=1e-9)
+            for occupancy in engine._tree.residency.occupancies:
+                held = occupancy.tenancy(engine._tree.root(tenant))
+                expected = self.used[tenant, occupancy.tier]
+                assert held.block_seconds == self._near(expected, occupancy.tier)
+        for tier, taken, _, unheld in map(astuple, usage.tiers):
+            assert taken == self._near(self.taken[tier], tier)
+            assert unheld == self._near(self.pool[tier], tier)
+            tenants = sum(engine.usage(t).bill.block_seconds[tier] for t in TENANTS)
+            assert tenants + unheld == pytest.approx(taken, rel=1e-9)
+        assert {view.tier for view in usage.tiers} == {
+            Tier.DEVICE,
+            *(tier for tier, pool in self.bench.tree.lower.pools.items() if pool.num_blocks),
+        }
         for context_id, tenant in self.ids.items():
             self._compare(engine.usage(tenant, context_id=context_id), f"context {context_id}")
             root_id = engine.get(tenant, context_id).root_id
@@ -186,19 +218,21 @@ class UsageMachine(RuleBasedStateMachine):
         for name in trees:  # what is released stays counted
             tenant = self.owners[name]
             self._compare(self.bench.engine.usage(tenant, root_id=name[5:]), name)
-        assert not self.bench.tree.residency.occupancies[0]._meters
+        assert all(occupancy.is_idle for occupancy in self.bench.tree.residency.occupancies)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _pick(self, pick: int) -> str:
         return sorted(self.ids)[pick % len(self.ids)]
 
-    def _near(self, value: float) -> object:
+    def _near(self, value: float, *tiers: Tier) -> object:
         """What equals a sum to 1e-9 of all that was used, which rounding is in proportion to."""
-        return pytest.approx(value, rel=1e-9, abs=1e-9 * self.taken)
+        taken = sum(self.taken[tier] for tier in tiers or Tier)
+        return pytest.approx(value, rel=1e-9, abs=1e-9 * taken)
 
     def _compare(self, usage: UsageView, name: str) -> None:
-        assert usage.bill.block_seconds[Tier.DEVICE] == self._near(self.used[name])
+        for tier in Tier:
+            assert usage.bill.block_seconds[tier] == self._near(self.used[name, tier], tier)
         assert usage.bill.saved_block_seconds == self._near(self.saved[name])
 
     def _try(self, call: Callable[[], object]) -> None:

@@ -13,9 +13,9 @@ from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.bill import Bill
+from agentkv.core.block_move import Tier
 from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, Lease, LeaseMode, LeaseReduction, LeaseTerms
-from agentkv.core.occupancy import Tier
 from agentkv.core.pressure import PressureLevel
 from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
