@@ -111,7 +111,7 @@ class StepPlanner:
         except PoolExhausted as error:
             self._refuse(request, error)
             return True
-        if self._admission.waits_for_quota(request) or not self._admission.may_start(request):
+        if not self._could_start(request):
             return False
         self._queues.start(request)
         num_works = len(self.works)
@@ -131,7 +131,7 @@ class StepPlanner:
         wanting = [request for request in running if request not in allotted]
         first = self._queues.fair.next()
         # Rows kept for one that cannot start would keep those from ending for whom it waits.
-        if first is not None and self._has_place() and self._admission.may_start(first):
+        if first is not None and self._has_place() and self._could_start(first):
             missing[first] = self._num_missing(first)
             wanting.append(first)
         for request in sorted(wanting, key=self._queues.fair.key):
@@ -143,6 +143,12 @@ class StepPlanner:
             budget -= num_rows
         self._chunk_budget += budget
         return allotted
+
+    def _could_start(self, request: Request) -> bool:
+        """Whether a waiting request's blocks can be had now, of the pool and of its quota."""
+        if self._admission.waits_for_quota(request):
+            return False
+        return self._admission.may_start(request)
 
     def _is_possible(self, request: Request) -> bool:
         try:

@@ -63,6 +63,19 @@ def test_a_path_that_would_be_held_again_counts_as_needed() -> None:
     bench.end()
 
 
+def test_no_rows_are_kept_for_who_waits_for_its_quota() -> None:
+    """Catches a step without rows: all kept for a request that its tenant's quota keeps waiting."""
+    mine = QuotaConfig(blocks=4)
+    bench = Bench(6, 4, budget=4, quotas=QuotasConfig(tenants={TENANT: mine}))
+    idle = bench.create(numbers(1, 5))
+    bench.create(numbers(2, 7))
+    begun = bench.engine.create(TENANT, numbers(3, 6))
+    waiting = bench.engine.extend(TENANT, idle, numbers(4, 4))
+    bench.run(begun)
+    bench.run(waiting)
+    bench.end()
+
+
 def test_blocks_make_only_the_tenants_own_idle_contexts_give_way() -> None:
     """Catches a tenant at its quota that pushes out others, or that is refused too early."""
     bench = bench_with(blocks=6)
