@@ -113,7 +113,7 @@ def main() -> None:
     chosen = [workload for workload in workloads if kinds is None or workload.kind in kinds]
     if not chosen:
         raise SystemExit("No such workload; those of recorded runs need --data.")
-    load = Load(str(gguf), str(folder), options.threads, MAX_LENGTH, KV_BYTES)
+    load = Load(str(gguf.parts[0]), str(folder), options.threads, MAX_LENGTH, KV_BYTES)
     report = measure(chosen, load, options)
     report.publish(options.json)
     if options.png is not None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engines import TEXT_VOCAB_SIZE, TinyEngine
+from tiny_models import build_tiny_model
 
 from benchmarks import fork, sampling, waste
-from benchmarks.hollow_runner import HollowRunner, hollow_engine
 
 FIELDS = {"workload", "engine", "metric", "unit", "median", "min", "max"}
 
@@ -40,7 +41,9 @@ def test_a_fork_takes_no_block_and_copies_nothing() -> None:
 @pytest.mark.slow
 def test_each_sampling_option_is_timed() -> None:
     """Catches an option that the sampler takes no more, or a report without its targets."""
-    engine = hollow_engine(HollowRunner(), num_blocks=256, max_length=1024)
-    report = sampling.measure(engine, torch.randn(16, 32_768), sampling.QUICK)
-    assert [result.metric for result in report.results] == ["greedy step", *sampling.OPTIONS]
-    assert len(report.targets) == 1
+    model = build_tiny_model("llama", vocab_size=TEXT_VOCAB_SIZE)
+    tiny = TinyEngine(model, num_blocks=256, end_token_ids=[2])
+    report = sampling.measure(tiny.engine, torch.randn(16, 32_768), sampling.QUICK)
+    listed = [result.metric for result in report.results]
+    assert listed == ["greedy step", *sampling.OPTIONS, "JSON schema, greedy"]
+    assert len(report.targets) == 2
