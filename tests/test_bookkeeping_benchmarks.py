@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engines import TEXT_VOCAB_SIZE, TinyEngine
+from tiny_engines import TinyEngine
 from tiny_models import build_tiny_model
 
 from benchmarks import fork, sampling, waste
@@ -41,7 +41,7 @@ def test_a_fork_takes_no_block_and_copies_nothing() -> None:
 @pytest.mark.slow
 def test_each_sampling_option_is_timed() -> None:
     """Catches an option that the sampler takes no more, or a report without its targets."""
-    model = build_tiny_model("llama", vocab_size=TEXT_VOCAB_SIZE)
+    model = build_tiny_model("llama", vocab_size=32_768)
     tiny = TinyEngine(model, num_blocks=256, end_token_ids=[2])
     report = sampling.measure(tiny.engine, torch.randn(16, 32_768), sampling.QUICK)
     listed = [result.metric for result in report.results]
