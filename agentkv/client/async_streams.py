@@ -1,12 +1,12 @@
 """The streams of the asyncio client: thin, the rules are in `agentkv.client.generation`."""
 
-from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from agentkv.client.completion import BranchFinish, Chunk, Completion, GeneratedBranch
 from agentkv.client.context_group import AsyncContextGroup
 from agentkv.client.drive import AsyncDriver
+from agentkv.client.event_stream import AsyncEventStream
 from agentkv.client.generation import BranchesState, GenerateState
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentkv.client.handle_state import HandleState
 
 
-class AsyncGenerateStream:
+class AsyncGenerateStream(AsyncEventStream[GenerateState, Chunk]):
     """A generation that runs: iterate over its chunks, or call `result`.
 
     It runs from the moment it is made, so several can run at once. Leaving the `async with` before
@@ -22,10 +22,6 @@ class AsyncGenerateStream:
     beyond the last chunk read. Iterating raises AgentKVError when the generation fails; what was
     read before then is committed.
     """
-
-    def __init__(self, driver: AsyncDriver, state: GenerateState) -> None:
-        self._driver = driver
-        self._state = state
 
     @property
     def text_so_far(self) -> str:
@@ -47,36 +43,8 @@ class AsyncGenerateStream:
             pass
         return self._state.result()
 
-    def close(self) -> None:
-        """Cancels what still runs; closing twice is fine."""
-        self._state.close()
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Iterates over the chunks."""
-        return self
-
-    async def __anext__(self) -> Chunk:
-        """Waits for the next chunk."""
-        chunk = await self._driver.run(self._state.next_event())
-        if chunk is None:
-            raise StopAsyncIteration
-        return chunk
-
-    async def __aenter__(self) -> Self:
-        """Returns this stream."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()
-
-
-class AsyncBranchStream:
+class AsyncBranchStream(AsyncEventStream[BranchesState, Chunk | BranchFinish]):
     """Generations on many branches that run at once: iterate over events, or call `result`.
 
     Events are chunks and, once for each branch, its finish; `event.branch` tells whose. It runs
@@ -91,8 +59,7 @@ class AsyncBranchStream:
         state: BranchesState,
         wrap: "Callable[[HandleState], AsyncContextHandle]",
     ) -> None:
-        self._driver = driver
-        self._state = state
+        super().__init__(driver, state)
         self._wrap = wrap
         self._contexts: AsyncContextGroup | None = None
 
@@ -117,31 +84,3 @@ class AsyncBranchStream:
             GeneratedBranch(context, completion)
             for context, completion in zip(self.contexts, self._state.results(), strict=True)
         ]
-
-    def close(self) -> None:
-        """Cancels what still runs; closing twice is fine."""
-        self._state.close()
-
-    def __aiter__(self) -> AsyncIterator[Chunk | BranchFinish]:
-        """Iterates over the events."""
-        return self
-
-    async def __anext__(self) -> Chunk | BranchFinish:
-        """Waits for the next event."""
-        event = await self._driver.run(self._state.next_event())
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    async def __aenter__(self) -> Self:
-        """Returns this stream."""
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()

@@ -1,12 +1,12 @@
 """The streams of the blocking client: thin, the rules are in `agentkv.client.generation`."""
 
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from agentkv.client.completion import BranchFinish, Chunk, Completion, GeneratedBranch
 from agentkv.client.context_group import ContextGroup
 from agentkv.client.drive import Driver
+from agentkv.client.event_stream import EventStream
 from agentkv.client.generation import BranchesState, GenerateState
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentkv.client.handle_state import HandleState
 
 
-class GenerateStream:
+class GenerateStream(EventStream[GenerateState, Chunk]):
     """A generation that runs: iterate over its chunks, or call `result`.
 
     It runs from the moment it is made, so several can run at once. Leaving the `with` before the
@@ -22,10 +22,6 @@ class GenerateStream:
     beyond the last chunk read. Iterating raises AgentKVError when the generation fails; what was
     read before then is committed.
     """
-
-    def __init__(self, driver: Driver, state: GenerateState) -> None:
-        self._driver = driver
-        self._state = state
 
     @property
     def text_so_far(self) -> str:
@@ -47,36 +43,8 @@ class GenerateStream:
             pass
         return self._state.result()
 
-    def close(self) -> None:
-        """Cancels what still runs; closing twice is fine."""
-        self._state.close()
 
-    def __iter__(self) -> Iterator[Chunk]:
-        """Iterates over the chunks."""
-        return self
-
-    def __next__(self) -> Chunk:
-        """Waits for the next chunk."""
-        chunk = self._driver.run(self._state.next_event())
-        if chunk is None:
-            raise StopIteration
-        return chunk
-
-    def __enter__(self) -> Self:
-        """Returns this stream."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()
-
-
-class BranchStream:
+class BranchStream(EventStream[BranchesState, Chunk | BranchFinish]):
     """Generations on many branches that run at once: iterate over events, or call `result`.
 
     Events are chunks and, once for each branch, its finish; `event.branch` tells whose. It runs
@@ -88,8 +56,7 @@ class BranchStream:
     def __init__(
         self, driver: Driver, state: BranchesState, wrap: "Callable[[HandleState], ContextHandle]"
     ) -> None:
-        self._driver = driver
-        self._state = state
+        super().__init__(driver, state)
         self._wrap = wrap
         self._contexts: ContextGroup | None = None
 
@@ -114,31 +81,3 @@ class BranchStream:
             GeneratedBranch(context, completion)
             for context, completion in zip(self.contexts, self._state.results(), strict=True)
         ]
-
-    def close(self) -> None:
-        """Cancels what still runs; closing twice is fine."""
-        self._state.close()
-
-    def __iter__(self) -> Iterator[Chunk | BranchFinish]:
-        """Iterates over the events."""
-        return self
-
-    def __next__(self) -> Chunk | BranchFinish:
-        """Waits for the next event."""
-        event = self._driver.run(self._state.next_event())
-        if event is None:
-            raise StopIteration
-        return event
-
-    def __enter__(self) -> Self:
-        """Returns this stream."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes."""
-        self.close()
