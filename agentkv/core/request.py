@@ -134,5 +134,3 @@ class Event(NamedTuple):
     top: TopLogprobs | None = None
     num_later: int = 0
     """Tokens that the same step committed after this one."""
-    forced: tuple[int, ...] = ()
-    """Tokens committed after `token` because its constraint leaves no other."""

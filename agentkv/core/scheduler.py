@@ -250,17 +250,23 @@ class Scheduler:
             request.head = None
 
     def _commit_tokens(self, work: Work, sampled: list[Sampled]) -> list[Event]:
-        """Commits the guesses that were right, which are on the path, and the token after them."""
-        num_later = len(sampled) - 1 - sampled[-1].failed
-        events = []
-        for number, each in enumerate(sampled):
-            is_there = number < len(work.draft)
-            event = self._commit_sampled(work.request, each, is_there=is_there)
-            events.append(event._replace(num_later=max(0, num_later - number)))
-        return events
+        """Commits the guesses that were right, which are on the path, and what comes after them.
+
+        That is one more token, and behind it those that a constraint leaves no choice about.
+        """
+        events = [
+            self._commit_sampled(work.request, each, is_there=number < len(work.draft))
+            for number, each in enumerate(sampled)
+        ]
+        events += self._commit_forced(events.pop())
+        num_tokens = sum(event.token is not None for event in events)
+        return [
+            event._replace(num_later=max(0, num_tokens - 1 - number))
+            for number, event in enumerate(events)
+        ]
 
     def _commit_sampled(self, request: Request, sampled: Sampled, *, is_there: bool) -> Event:
-        matcher, token = request.matcher, sampled.token
+        matcher = request.matcher
         if matcher is not None and matcher.error is not None:
             return Event(request, finish=FinishReason.ERROR, error=matcher.error)
         if matcher is not None and sampled.is_stuck:
@@ -271,40 +277,42 @@ class Scheduler:
                 reason=Reason.ENGINE_STEP_FAILED,
             )
             return Event(request, finish=FinishReason.ERROR, error=fault)
-        forced = self._forced(request, token)
-        finish = self._commit(request, (token, *forced), is_there=is_there)
-        error = None if matcher is None or finish is not None else matcher.error
-        if error is not None:
-            finish = FinishReason.ERROR
-        return Event(request, token, sampled.logprob, finish, error, sampled.top, forced=forced)
+        finish = self._commit_token(request, sampled.token, is_there=is_there)
+        return Event(request, sampled.token, sampled.logprob, finish, top=sampled.top)
 
-    def _forced(self, request: Request, token: int) -> tuple[int, ...]:
-        """Lists the tokens that must follow a chosen one, up to one that ends the generation."""
+    def _commit_forced(self, chosen: Event) -> list[Event]:
+        """Tells a constraint the token just committed, and commits those that must follow it."""
+        request, matcher = chosen.request, chosen.request.matcher
+        if matcher is None or chosen.token is None or chosen.token in request.end_token_ids:
+            return [chosen]
         assert request.params is not None
-        if request.matcher is None or token in request.end_token_ids:
-            return ()
-        length, generated = request.context.length, request.generated_tokens
-        limit = min(request.params.max_tokens - generated, self._max_length - length) - 1
-        forced = tuple(request.matcher.advance(token, limit))
-        ends = (n for n, item in enumerate(forced) if item in request.end_token_ids)
-        return forced[: next(ends, len(forced)) + 1]
+        num_left = request.params.max_tokens - request.generated_tokens
+        limit = min(num_left, self._max_length - request.context.length)
+        events = [chosen]
+        for token in matcher.advance(chosen.token, limit):
+            finish = self._commit_token(request, token, is_there=False)
+            events.append(Event(request, token, finish=finish))
+            if token in request.end_token_ids:
+                return events
+        last = events.pop()
+        if matcher.is_complete and matcher.error is None:
+            last = last._replace(finish=FinishReason.STOP)
+        elif last.finish is None and matcher.error is not None:
+            last = last._replace(finish=FinishReason.ERROR, error=matcher.error)
+        return [*events, last]
 
-    def _commit(
-        self, request: Request, tokens: tuple[int, ...], *, is_there: bool
-    ) -> FinishReason | None:
-        """Commits tokens; returns why generation ends there, if it does."""
-        context, params, matcher = request.context, request.params, request.matcher
+    def _commit_token(self, request: Request, token: int, *, is_there: bool) -> FinishReason | None:
+        """Commits one token; returns why generation ends there, if it does."""
+        context, params = request.context, request.params
         assert params is not None
         if not is_there:
-            context.tail = self._tree.append(context.tail, tokens, context.hold)
-        self._store.set_length(context, context.length + len(tokens))
-        request.generated_tokens += len(tokens)
-        context.bill.generated_tokens += len(tokens)
+            context.tail = self._tree.append(context.tail, (token,), context.hold)
+        self._store.set_length(context, context.length + 1)
+        request.generated_tokens += 1
+        context.bill.generated_tokens += 1
         if request.counter is not None:
-            for token in tokens:
-                request.counter.add(token)
-        is_complete = matcher is not None and matcher.is_complete and matcher.error is None
-        if tokens[-1] in request.end_token_ids or is_complete:
+            request.counter.add(token)
+        if token in request.end_token_ids:
             return FinishReason.STOP
         if request.generated_tokens >= params.max_tokens or context.length >= self._max_length:
             return FinishReason.LENGTH

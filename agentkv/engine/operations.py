@@ -195,26 +195,23 @@ class Generation(Operation):
         return news
 
     def on_event(self, event: Event) -> None:
-        """Adds tokens to their branch, and ends the branch at a stop text."""
+        """Adds a token to its branch, and ends the branch at a stop text."""
         branch, request = self._branches[event.request], event.request
         delta = TextDelta("")
-        tokens = () if event.token is None else (event.token, *event.forced)
-        for number, token in enumerate(tokens):
-            branch.token_ids.append(token)
-            if event.finish is FinishReason.STOP and token in request.end_token_ids:
-                delta = self._stop_at(request, branch, token)
-                break
-            delta = branch.detokenizer.push(token)
-            branch.text += delta.text
+        if event.token is not None:
+            branch.token_ids.append(event.token)
+            if event.logprob is not None:
+                branch.logprobs.append(event.logprob)
+            if event.top is not None:
+                branch.top_logprobs.append(event.top)
+            if event.finish is FinishReason.STOP and event.token in request.end_token_ids:
+                delta = self._stop_at(request, branch, event.token)
+            else:
+                delta = branch.detokenizer.push(event.token)
+                branch.text += delta.text
             if delta.stopped is not None:
                 event = event._replace(finish=FinishReason.STOP, error=None)
-                num_later = len(tokens) - 1 - number + event.num_later  # forced, or guessed
-                self._end(request, num_later)
-                break
-        if event.logprob is not None:
-            branch.logprobs.append(event.logprob)
-        if event.top is not None:
-            branch.top_logprobs.append(event.top)
+                self._end(request, event.num_later)
         if event.finish is None:
             return
         if delta.stopped is None:
