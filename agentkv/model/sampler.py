@@ -54,8 +54,8 @@ class Sampler:
         drawing, raw = self._drawing_for(logits), _in_float32(logits)
         scores = raw
         if any(has_edits(sample) for sample in samples):
-            scores = raw.clone()
-            edit_logits(scores, samples)
+            scores = raw.clone(memory_format=torch.contiguous_format)
+            edit_logits(scores, samples, drawing)
         chosen = choose(scores, samples) if drawing is None else _by(drawing, scores, samples)
         answers = chosen.tokens.masked_fill(~chosen.greatest.isfinite(), _FAILED)
         answers.masked_fill_(chosen.greatest == -torch.inf, _STUCK)

@@ -1,8 +1,8 @@
 """Tokens drawn from rows of logits, and their log-probabilities, by C kernels on a CPU.
 
-Owns what crosses into `_native/draw.c` and `_native/logprobs.c`: addresses, shapes and scratch. It
-knows no request and no stream of random numbers; where there is no library, whoever calls has a way
-of their own.
+Owns what crosses into `_native/draw.c`, `logprobs.c` and `mask.c`: addresses, shapes and scratch.
+It knows no request and no stream of random numbers; where there is no library, whoever calls has a
+way of their own.
 """
 
 import ctypes
@@ -62,7 +62,28 @@ class Drawing:
         self._most_likely = library.function(
             "most_likely", _P, _N, _N, _N, _P, _N, _P, _P, _P, _N, _N
         )
+        self._mask = library.function("mask", _P, _N, _N, _P, _P, _N, _N)
         self._scratch = Scratch()
+
+    def mask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
+        """Makes the logits of tokens outside of sets -inf; NaN stays.
+
+        Args:
+            logits: As for `choose`; overwritten.
+            rows: Rows that masks are for; a row may have several, and a token must be in all.
+            masks: One for each of `rows`, at least vocab_size bits: bit i of byte b stands for
+                token 8 * b + i.
+        """
+        address, num_rows, stride, vocab_size = _rows(logits)
+        assert all(0 <= row < num_rows for row in rows), "rows of the logits"
+        assert all(8 * len(mask) >= vocab_size for mask in masks), "a bit for each token"
+        self._mask(
+            *(address, stride, vocab_size),
+            (_N * len(rows))(*rows),
+            (ctypes.c_char_p * len(masks))(*masks),
+            len(masks),
+            torch.get_num_threads(),
+        )
 
     def choose(self, logits: Tensor, choices: Sequence[Choice]) -> Chosen:
         """Chooses a token for each row: a function of that row and its choice alone.

@@ -11,19 +11,27 @@ typedef struct {
     int64_t scratch_bytes; /* of a worker */
 } Normalise;
 
+/* Sum of exp(logit - greatest) over the row, in float32 for each block and in float64 over them. */
+static double sum_exponentials(const Row *row, float greatest) {
+    float padded[BLOCK];
+    double total = 0;
+    for (int64_t block = 0; block < row->num_blocks; block++) {
+        const float *logits = block_of(row, block, padded);
+        vf sum = vset(0.0f);
+        for (int i = 0; i < BLOCK; i += LANES) sum = vadd(sum, vexp(vsub(vload(logits + i), vset(greatest))));
+        total += vsum(sum);
+    }
+    return total;
+}
+
 static void normalise_rows(const void *job, int64_t begin, int64_t end, int64_t worker) {
     const Normalise *x = job;
     for (int64_t i = begin; i < end; i++) {
         Row row = row_of(x->logits + i * x->stride, x->vocab_size);
         int64_t *sums;
         lay_out(x->scratch + worker * x->scratch_bytes, &row, &sums);
-        row.greatest = row.logits[find_greatest(&row)];
-        row.per_logit = per_logit_at(1.0);
-        if (isfinite(row.greatest)) {
-            const double total = (double)sum_blocks(&row, sums);
-            x->normalisers[i] = (float)(row.greatest + log(ldexp(total, -(int)row.bits)));
-        } else
-            x->normalisers[i] = NAN;
+        const float greatest = row.logits[find_greatest(&row)];
+        x->normalisers[i] = isfinite(greatest) ? (float)(greatest + log(sum_exponentials(&row, greatest))) : NAN;
     }
 }
 
