@@ -6,7 +6,6 @@ fact that one may be changing a context. What an observer sees of them is `obser
 
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from agentkv.config import LimitsConfig, QuotasConfig
@@ -17,6 +16,7 @@ from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.ledger import Ledger
 from agentkv.core.quotas import Quotas
 from agentkv.core.segment import Hold, Segment
+from agentkv.core.store_audit import check_store
 from agentkv.core.watch import ChangeKind, WatchHub
 from agentkv.errors import (
     ContextBusy,
@@ -283,30 +283,6 @@ class ContextStore:
         if context.parent is not None:
             context.parent.children.pop(context, None)
 
-    def descendants(self, context: Context) -> list[Context]:
-        """Lists a context and all living contexts forked from it, children before parents."""
-        found = [context]
-        for node in found:
-            found.extend(node.children)
-        return found[::-1]
-
-    def family(self, context: Context) -> list[Context]:
-        """Lists a context and all that descend from it, ancestors first.
-
-        Unlike `descendants` it reaches what hangs below a released context too.
-        """
-        found: dict[Context, bool] = {context: True}
-        for other in self:
-            chain, node = [], other
-            while node not in found and node.parent is not None:
-                chain.append(node)
-                node = node.parent
-            is_below = found.setdefault(node, False)
-            found.update(dict.fromkeys(chain, is_below))
-        members = (other for other, is_below in found.items() if is_below)
-        living = [other for other in members if not other.is_released]
-        return sorted(living, key=lambda other: other.number)
-
     def touch(self, context: Context) -> None:
         """Makes a context the most recently used."""
         context.last_used = self.tree.touch(context.tail)
@@ -347,25 +323,7 @@ class ContextStore:
 
     def check(self) -> None:
         """Asserts that contexts and tree agree."""
-        tails: dict[object, int] = {}
-        for context in (*self, *self.hidden):
-            assert not context.is_released
-            assert context.length <= context.tail.end
-            assert context.request is not None or context.length == context.tail.end
-            tails[context.tail] = tails.get(context.tail, 0) + 1
-        for segment in self.tree:
-            assert segment.num_contexts == tails.get(segment, 0), "a tail is miscounted"
-        for occupancy in self.tree.residency.occupancies:
-            holders = Counter(
-                segment
-                for context in (*self, *self.hidden)
-                if context.hold >= occupancy.level
-                for segment in self.tree.path(context.tail)
-            )
-            for segment in self.tree:
-                number = occupancy.num_holders(segment)
-                assert number in (None, holders[segment]), "a holder is miscounted"
-        self.tree.check()
+        check_store(self)
 
     def _branch(
         self,

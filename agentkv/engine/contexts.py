@@ -10,6 +10,7 @@ from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
+from agentkv.core.lineage import descendants
 from agentkv.core.observer import Observer
 from agentkv.core.rendering import Rendering
 from agentkv.core.reply_table import ReplyTable
@@ -245,7 +246,7 @@ class Contexts:
         """
         self._clock.tick()
         context = self._store.get(tenant, context_id)
-        contexts = self._store.descendants(context) if recursive else [context]
+        contexts = descendants(context) if recursive else [context]
         self._leases.update(contexts, terms, self._clock.now())
         for leased in contexts:
             self._loop.scheduler.park_if_leased(leased)
@@ -299,7 +300,7 @@ class Contexts:
                 if not allow_missing:
                     raise
                 continue
-            found = self._store.descendants(context) if recursive else [context]
+            found = descendants(context) if recursive else [context]
             doomed.update(dict.fromkeys(found))
         live_before = self._store.tree.residency.held[Hold.KV]
         ended: dict[Operation, None] = {}

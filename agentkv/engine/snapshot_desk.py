@@ -13,6 +13,7 @@ from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
+from agentkv.core.lineage import family
 from agentkv.core.observer import Observer
 from agentkv.core.segment import Hold
 from agentkv.core.tree_image import ROOT, StoredBlock, TreeImage, capture
@@ -130,7 +131,7 @@ class SnapshotDesk:
                 reason=Reason.UNSUPPORTED_OPTION,
                 violations={"context_id": "names a context with an adapter"},
             )
-        contexts = store.family(context) if recursive else [context]
+        contexts = family(context, store) if recursive else [context]
         pins = [store.fork_hidden(context, 1)[0] for context in contexts]
         tails = [pin.tail for pin in pins]
         image = capture(store.tree, contexts, tails, with_kv=with_kv)

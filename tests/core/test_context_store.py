@@ -10,6 +10,7 @@ from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.lease import Lease, LeaseMode
+from agentkv.core.lineage import descendants
 from agentkv.core.observer import Observer
 from agentkv.core.pressure import PressureGauge
 from agentkv.core.segment import Hold
@@ -81,11 +82,11 @@ def test_descendants_come_before_their_parents() -> None:
     root = store.get("t", create(store, 3))
     first, second = store.fork(root, count=2, at=None, lease=root.lease, labels={}, now=0)
     (grandchild,) = store.fork(first, count=1, at=None, lease=first.lease, labels={}, now=0)
-    found = store.descendants(root)
+    found = descendants(root)
     assert set(found) == {root, first, second, grandchild}
     assert all(found.index(c) < found.index(c.parent) for c in found if c.parent is not None)
     store.release(first)
-    assert grandchild not in store.descendants(root), "its link to the root is gone"
+    assert grandchild not in descendants(root), "its link to the root is gone"
     assert grandchild.parent is first
 
 
