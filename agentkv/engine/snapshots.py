@@ -22,7 +22,8 @@ from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.outputs import Restored, Saved, SnapshotView
 from agentkv.engine.snapshot_desk import KVPorter, Parts, Saving
 from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
-from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
+from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
+from agentkv.engine.snapshot_writer import SnapshotWriter
 from agentkv.errors import ContextLost, InvalidRequest, Reason
 
 PIECE_BYTES = 32 << 20
