@@ -168,7 +168,7 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
     """Times steps of branches that decode greedily, in milliseconds."""
     root = _context(engine)
     params = SamplingParams(max_tokens=num_steps + 8, ignore_eos=True)
-    operation = engine.generate_branches(TENANT, root, NUM_BRANCHES, params)
+    operation = engine.inference.generate_branches(TENANT, root, NUM_BRANCHES, params)
     for _ in range(4):
         engine.step()
     taken = [1e3 * _timed(engine.step) for _ in range(num_steps)]
@@ -178,7 +178,7 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
 
 def _context(engine: Engine) -> str:
     token_ids = [7 * position % 90 for position in range(200)]
-    return engine.run(engine.create(TENANT, token_ids)).answer.context.id
+    return engine.run(engine.contexts.create(TENANT, token_ids)).answer.context.id
 
 
 def _logits(loaded: LoadedModel) -> Tensor:

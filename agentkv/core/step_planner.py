@@ -9,7 +9,7 @@ ends, and with it, one after the other, all.
 from collections.abc import Sequence
 
 from agentkv.config import SchedulerConfig
-from agentkv.core.admission import Admission
+from agentkv.core.admission import Admission, Wait
 from agentkv.core.batch_builder import Work
 from agentkv.core.block_move import Tier
 from agentkv.core.block_writes import apply_writes, plan_writes, settle
@@ -60,13 +60,19 @@ class StepPlanner:
         request = queues.fair.next(lambda tenant: tenant in queues.num_running_of)
         if request is None or request.context.tenant in queues.num_running_of:
             return
-        if not self._is_possible(request) or self._admission.waits_for_quota(request):
+        try:
+            wait = self._admission.reason_to_wait(request)
+        except PoolExhausted:
+            return  # it is refused in its turn
+        if wait is Wait.QUOTA:
             return
-        while not (self._has_place() and self._admission.may_start(request)):
+        may_start = wait is None
+        while not (self._has_place() and may_start):
             victim = self._youngest_of_most()
             if victim is None:
                 return
             queues.preempt(victim)
+            may_start = self._admission.could_start(request)
         queues.start(request)
 
     def place_running(self) -> None:
@@ -89,14 +95,15 @@ class StepPlanner:
             request = fair.next(self._has_its_share, short_of_quota)
             if request is None:
                 return
-            if self._is_possible(request) and self._admission.waits_for_quota(request):
+            wait = self._admit(request)
+            if wait is Wait.BLOCKS:
+                return
+            if wait is Wait.QUOTA:
                 short_of_quota.add(request.context.tenant)
                 continue
-            if not self._admit(request):
-                return
             for sibling in fair.siblings(request):
                 is_in_share = not self._has_its_share(request.context.tenant)
-                if not (is_in_share and self._has_place() and self._admit(sibling)):
+                if not (is_in_share and self._has_place() and self._admit(sibling) is None):
                     break
 
     def _has_its_share(self, tenant: str) -> bool:
@@ -104,20 +111,21 @@ class StepPlanner:
         share = self._max_running // max(1, self._queues.fair.num_tenants)
         return self._queues.num_running_of[tenant] >= max(1, share)
 
-    def _admit(self, request: Request) -> bool:
-        """Starts a request, or refuses it for good; returns False if it has to wait."""
+    def _admit(self, request: Request) -> Wait | None:
+        """Starts a request, or refuses it for good; returns why it has to wait if it does."""
         try:
-            self._admission.require_possible(request)
+            wait = self._admission.reason_to_wait(request)
         except PoolExhausted as error:
             self._refuse(request, error)
-            return True
-        if not self._could_start(request):
-            return False
+            return None
+        if wait is not None:
+            return wait
         self._queues.start(request)
         num_works = len(self.works)
         self._place(request, self._chunk_budget)
         self._chunk_budget -= sum(max(1, work.num_rows) for work in self.works[num_works:])
-        return request.status is not RequestStatus.WAITING  # it may have found its blocks taken
+        has_found_blocks_taken = request.status is RequestStatus.WAITING
+        return Wait.BLOCKS if has_found_blocks_taken else None
 
     def _allot(self, running: Sequence[Request]) -> dict[Request, int]:
         """Divides the rows of a step: one for each that decodes, chunks for the rest in fair order.
@@ -131,7 +139,7 @@ class StepPlanner:
         wanting = [request for request in running if request not in allotted]
         first = self._queues.fair.next()
         # Rows kept for one that cannot start would keep those from ending for whom it waits.
-        if first is not None and self._has_place() and self._could_start(first):
+        if first is not None and self._has_place() and self._admission.could_start(first):
             missing[first] = self._num_missing(first)
             wanting.append(first)
         for request in sorted(wanting, key=self._queues.fair.key):
@@ -143,19 +151,6 @@ class StepPlanner:
             budget -= num_rows
         self._chunk_budget += budget
         return allotted
-
-    def _could_start(self, request: Request) -> bool:
-        """Whether a waiting request's blocks can be had now, of the pool and of its quota."""
-        if self._admission.waits_for_quota(request):
-            return False
-        return self._admission.may_start(request)
-
-    def _is_possible(self, request: Request) -> bool:
-        try:
-            self._admission.require_possible(request)
-        except PoolExhausted:
-            return False  # admission refuses it in its turn
-        return True
 
     def _has_place(self) -> bool:
         return len(self._queues.running) < self._max_running

@@ -22,7 +22,8 @@ from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.outputs import Restored, Saved, SnapshotView
 from agentkv.engine.snapshot_desk import KVPorter, Parts, Saving
 from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
-from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
+from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore
+from agentkv.engine.snapshot_writer import SnapshotWriter
 from agentkv.errors import ContextLost, InvalidRequest, Reason
 
 PIECE_BYTES = 32 << 20
@@ -118,7 +119,7 @@ class Snapshots:
         finally:
             if not is_done:
                 writing.add_done_callback(self._abort)
-        return Saved(_view(manifest), await self._thread.call(self._engine.pool_view))
+        return Saved(_view(manifest), await self._thread.call(self._engine.observer.pool))
 
     async def _save_kv(self, writer: SnapshotWriter, saving: Saving) -> KVEntry:
         desk = self._engine.snapshots
@@ -166,9 +167,7 @@ class Snapshots:
         """
         folder = self._folder()
         body = (name, with_kv, lease)
-        known = await self._thread.call(
-            lambda: self._engine.find_reply(tenant, "Restore", request_id, body)
-        )
+        known = await self._thread.call(lambda: self._known(tenant, request_id, body))
         if isinstance(known, Restored):
             return known
         manifest = await self._on_disk(lambda: folder.store.read(tenant, name))
@@ -236,22 +235,28 @@ class Snapshots:
         refusal: str,
     ) -> Restored:
         """Makes the contexts, on the engine's thread, unless a repeat of the call was faster."""
-        known = self._engine.find_reply(tenant, "Restore", request_id, body)
+        known = self._known(tenant, request_id, body)
         if isinstance(known, Restored):
             return known
         num_kv_tokens = planting.num_computed
         contexts = self._engine.snapshots.finish(planting, lease)
         saved_ids = tuple(saved.id for saved in planting.image.contexts)
-        pool = self._engine.pool_view()
+        pool = self._engine.observer.pool()
         restored = Restored(contexts, saved_ids, num_kv_tokens, refusal, pool)
-        self._engine.record_reply(tenant, "Restore", request_id, body, restored)
+        now = self._engine.clock.now()
+        self._engine.replies.record(tenant, "Restore", request_id, body, restored, now)
         return restored
+
+    def _known(self, tenant: str, request_id: str | None, body: object) -> object | None:
+        """Finds the answer to an earlier call with this id, on the engine's thread."""
+        now = self._engine.clock.now()
+        return self._engine.replies.find(tenant, "Restore", request_id, body, now)
 
     def _forget(self, tenant: str, request_id: str | None, restored: Restored) -> None:
         """Releases contexts that nobody hears of; with a request id a repeat may ask for them."""
         if request_id is None:
             ids = [context.id for context in restored.contexts]
-            self._engine.release(tenant, ids, allow_missing=True)
+            self._engine.contexts.release(tenant, ids, allow_missing=True)
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class LocalAgentKV:
             grown = self._decode(nodes, new)
             num_generated += [growing.num_tokens if growing else 0 for growing in grown]
             over = [number for number in ids if last_uses[number] <= index]
-            self._engine.release(TENANT, [ids.pop(number) for number in over])
+            self._engine.contexts.release(TENANT, [ids.pop(number) for number in over])
             if is_measured:
                 seconds.append(time.perf_counter() - begun)
                 first_tokens += [g.first_token_at - begun for g in grown if g]
@@ -102,13 +102,13 @@ class LocalAgentKV:
         new, commits = [], []
         for node in nodes:
             if node.parent is None:  # its handle comes with the answer
-                created = self._engine.run(self._engine.create(TENANT, node.given))
+                created = self._engine.run(self._engine.contexts.create(TENANT, node.given))
                 new.append(created.answer.context.id)
                 continue
-            (view,) = self._engine.fork(TENANT, ids[node.parent], at=node.at)
+            (view,) = self._engine.contexts.fork(TENANT, ids[node.parent], at=node.at)
             new.append(view.id)
             if node.given:
-                commits.append(self._engine.extend(TENANT, view.id, node.given))
+                commits.append(self._engine.contexts.extend(TENANT, view.id, node.given))
         for commit in commits:
             self._engine.run(commit)
         return new
@@ -116,7 +116,7 @@ class LocalAgentKV:
     def _decode(self, nodes: list[Node], ids: list[str]) -> list[Growing | None]:
         grown = [
             Growing(
-                self._engine.generate(
+                self._engine.inference.generate(
                     TENANT,
                     context_id,
                     SamplingParams(
