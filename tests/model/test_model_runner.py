@@ -133,6 +133,7 @@ class WidthSampler(Sampler):
     """The real sampler, keeping how many rows each call was given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.widths: list[int] = []
         self.scored_widths: list[int] = []
 
