@@ -5,7 +5,7 @@
  * a product and each row 4 bytes, and 4 more for each output of the gates; then 4096.
  */
 #include "int8_panel.h"
-#include "native.h"
+#include "int8_layer.h"
 #include "pool.h"
 
 enum { PARTS_PER_THREAD = 16 };
