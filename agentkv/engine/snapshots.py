@@ -8,7 +8,7 @@ waits for a whole tree; steps run between the pieces.
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -99,11 +99,10 @@ class Snapshots:
     ) -> Saved:
         porter = self._porter
         need = 4 * saving.image.num_tokens + porter.bytes_per_block * len(saving.blocks)
-        begin = partial(folder.store.begin, tenant, name, need, overwrite=overwrite)
-        writing = asyncio.ensure_future(self._on_disk(begin))
+        begun = self._files.submit(folder.store.begin, tenant, name, need, overwrite=overwrite)
         is_done = False
         try:
-            writer = await asyncio.shield(writing)
+            writer = await asyncio.shield(asyncio.wrap_future(begun))
             entry = await self._on_disk(lambda: write_tokens(writer, porter, saving.image))
             kv = await self._save_kv(writer, saving) if saving.blocks else None
             manifest = Manifest(
@@ -121,7 +120,7 @@ class Snapshots:
             is_done = True
         finally:
             if not is_done:
-                writing.add_done_callback(self._abort)
+                self._abort(begun)
         return Saved(_view(manifest), await self._thread.call(self._engine.observer.pool))
 
     async def _save_kv(self, writer: SnapshotWriter, saving: Saving) -> KVEntry:
@@ -138,13 +137,20 @@ class Snapshots:
         layout = self._porter.layout
         return KVEntry(layout, desk.block_size, len(saving.blocks), per_file, tuple(files))
 
-    def _abort(self, writing: "asyncio.Future[SnapshotWriter]") -> None:
-        """Removes what was written, after what is being written on the same thread."""
-        if not writing.cancelled() and writing.exception() is None:
-            try:
-                self._files.submit(writing.result().abort)
-            except RuntimeError:  # closed meanwhile
-                writing.result().abort()
+    def _abort(self, begun: Future[SnapshotWriter]) -> None:
+        """Removes what was written, after what is being written on the same thread.
+
+        Whatever is asked of the folder from now on comes after that.
+        """
+
+        def abort() -> None:
+            if begun.exception() is None:
+                begun.result().abort()
+
+        try:
+            self._files.submit(abort)
+        except RuntimeError:  # closed meanwhile
+            abort()
 
     # -- restore -----------------------------------------------------------------------------
 
