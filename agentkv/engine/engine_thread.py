@@ -1,7 +1,8 @@
 """The engine's thread, and the two ways between it and an event loop.
 
-Commands go in and run between two steps; after each step everything that became known goes to the
-event loop in one hand-off. It knows operations and streams, and no verb.
+Commands go in and run between two steps; what became known in a step goes to the event loop in one
+hand-off, while the next is computed: the loop then finds Python's lock free, and does not hold up a
+step. It knows operations and streams, and no verb.
 """
 
 import asyncio
@@ -176,11 +177,12 @@ class EngineThread:
             for command in commands:
                 command()
             if self._engine.has_work:
-                for operation in self._engine.step():
+                for operation in self._engine.step(self._deliver):
                     self.settle(operation)
             for watcher in self._engine.watchers():
                 self.tell(watcher)
-            self._deliver()
+            if not self._engine.has_work:
+                self._deliver()
         for command in self._next_commands():  # posted before the refusal, and not taken yet
             command()
         self._end_all(shutting_down, cancel=self._engine.cancel)

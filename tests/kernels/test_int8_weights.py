@@ -41,6 +41,35 @@ def test_product_means_its_integers(level: str | None, num_rows: int) -> None:
     assert distance(found.double(), exact(rows, weights) + bias) < 2e-6
 
 
+@pytest.mark.parametrize("level", native.available_levels())
+def test_rows_are_the_same_to_the_bit_however_work_is_divided(level: str) -> None:
+    """Catches parts that lose or repeat a panel, and a look ahead that is more than a look.
+
+    Panels are cut among threads in parts of several, rows into tiles: neither may show.
+    """
+    products = Int8Products(library(level))
+    num_threads = torch.get_num_threads()
+    weights = Int8Weights.pack(random(32 * 37 + 5, 128, seed=1), library(level))
+    rows = random(41, 128)
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([products.linear(row[None], weights) for row in rows])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(products.linear(rows, weights), alone)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_extreme_integers_do_not_overflow(level: str | None, sign: float) -> None:
+    """Catches sums that wrap: all of a group at 127 or -127, where the shift is greatest too."""
+    weights = Int8Weights.pack(torch.full((32, 64), sign), library(level))
+    found = Int8Products(library(level)).linear(torch.full((7, 64), -sign), weights)
+    assert distance(found.double(), torch.full((7, 32), -64.0, dtype=torch.float64)) < 1e-6
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_are_rounded_to_a_half_step(level: str | None) -> None:
     """Catches a factor of the wrong group, and a layout that differs from torch's."""
