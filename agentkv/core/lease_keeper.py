@@ -101,14 +101,16 @@ class LeaseKeeper:
             PoolExhausted: The pins would exceed the quota and are not to be reduced.
         """
         before = [context.lease for context in contexts]
+        holds = [context.hold for context in contexts]
         proposed = [self.propose(terms, lease) for lease in before]
         for context, lease in zip(contexts, proposed, strict=True):
             self._store.set_lease(context, lease)
         try:
             self.check_pins(contexts, may_reduce=terms.may_reduce)
         except PoolExhausted:
-            for context, lease in zip(contexts, before, strict=True):
+            for context, lease, hold in zip(contexts, before, holds, strict=True):
                 self._store.set_lease(context, lease)
+                self._store.set_hold(context, hold)  # what is parked, or gave way, stays so
             raise
         for context, lease in zip(contexts, before, strict=True):
             self.touch(context, now)

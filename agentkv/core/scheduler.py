@@ -97,21 +97,27 @@ class Scheduler:
             self._num_lost,
         )
 
-    def submit(self, request: Request) -> None:
-        """Queues a request, whose context's tail already holds the tokens it was given.
+    def require_possible(self, requests: Sequence[Request]) -> None:
+        """Makes sure that requests may be queued, whose contexts' tails hold what they were given.
 
         Raises:
-            PoolExhausted: It could not run even with the pool to itself, or the queue is full.
+            PoolExhausted: One could not run even with the pool to itself, or too many wait.
         """
-        if len(self.queues.waiting) >= self._config.max_waiting:
+        num_waiting = len(self.queues.waiting)
+        if num_waiting + len(requests) > self._config.max_waiting:
             raise PoolExhausted(
-                f"{len(self.queues.waiting)} requests wait already; try again later.",
+                f"{num_waiting} requests wait already; try again later.",
                 reason=Reason.QUEUE_FULL,
-                metadata={"waiting": len(self.queues.waiting)},
+                metadata={"waiting": num_waiting},
                 retry_after=1.0,
             )
-        self._admission.require_possible(request)
-        self.queues.enqueue(request)
+        for request in requests:
+            self._admission.require_possible(request)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests that were found possible."""
+        for request in requests:
+            self.queues.enqueue(request)
 
     def finish(self, request: Request) -> None:
         """Ends a request early: its context stays at its last committed token."""
@@ -124,8 +130,10 @@ class Scheduler:
         Answers at once. What other contexts keep stays, and so does what the host has no room for
         or what is computed again sooner than carried. Any use of the context brings it back.
         """
+        if context.is_released or context.is_hidden:
+            return
         is_parked = context.lease.mode is LeaseMode.PARK and context.request is None
-        if is_parked and not context.is_released and self._tree.lower.takes_blocks:
+        if is_parked and self._tree.lower.takes_blocks:
             self._store.set_hold(context, Hold.TOKENS)
             context.has_given_way = True
             self._parking[context] = None

@@ -107,11 +107,12 @@ class Contexts:
         )
         try:
             self._leases.check_pins([context], may_reduce=lease.may_reduce)
-            self._loop.submit(operation)
+            self._loop.require_possible(operation)
         except AgentKVError:
             self._store.release(context)
             raise
         self._leases.admit(context, now)
+        self._loop.submit(operation)
         self._replies.record(tenant, "Create", request_id, body, operation, now)
         return operation
 
@@ -143,6 +144,7 @@ class Contexts:
             return known
         parent = self._store.get(tenant, context_id)
         children = self.branch(parent, count, at, labels or {}, lease)
+        self.admit_branches(parent, children)
         views = tuple(self._observer.view(child) for child in children)
         self._replies.record(tenant, "Fork", request_id, body, views, self._clock.now())
         return views
@@ -157,6 +159,8 @@ class Contexts:
     ) -> Sequence[Context]:
         """Forks a context for a verb of the engine, which has told the ledger the time.
 
+        The verb then either admits the branches or releases them.
+
         Raises:
             InvalidRequest, PoolExhausted: See `fork`.
         """
@@ -170,11 +174,15 @@ class Contexts:
             for child in children:
                 self._store.release(child)
             raise
-        self._leases.touch(parent, now)
-        for child in children:
-            self._leases.admit(child, now)
-        self.num_forks += count
         return children
+
+    def admit_branches(self, parent: Context, branches: Sequence[Context]) -> None:
+        """Counts branches that stay as made, and their making as a use of the parent."""
+        now = self._clock.now()
+        self._leases.touch(parent, now)
+        for branch in branches:
+            self._leases.admit(branch, now)
+        self.num_forks += len(branches)
 
     def extend(
         self,
@@ -198,7 +206,6 @@ class Contexts:
         self._clock.tick()
         context = self._store.get_idle(tenant, context_id, expected_length)
         self._checks.tokens(token_ids, length=context.length)
-        self._leases.resume(context, self._clock.now())
         head = self._store.tree.heads.get(context.tail)
         requests = []
         if token_ids:
@@ -209,12 +216,14 @@ class Contexts:
         operation = Commit(context, requests, self._observer.view, self._observer.pool)
         try:
             self._leases.check_pins([context])
-            self._loop.submit(operation)
+            self._loop.require_possible(operation)
         except AgentKVError:
             self._store.truncate(context, context.length)
             if head is not None:  # appending dropped it
                 self._store.tree.heads.keep(context.tail, head)
             raise
+        self._leases.resume(context, self._clock.now())
+        self._loop.submit(operation)
         return operation
 
     def truncate(

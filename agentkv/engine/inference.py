@@ -85,8 +85,10 @@ class Inference:
         ends = self._factory.ends(params)
         self._checks.generation(params, ends, length=context.length)
         self._checks.grammar(params, grammar, context.region)
+        operation = self._generation([context], params, grammar, is_single=True)
         self._leases.resume(context, self._clock.now())
-        return self._generate([context], params, grammar, is_single=True)
+        self._loop.submit(operation)
+        return operation
 
     def generate_branches(
         self,
@@ -114,11 +116,14 @@ class Inference:
             self._checks.grammar(params, grammar, parent.region_at(length))
         children = self._contexts.branch(parent, count, at, labels or {}, None)
         try:
-            return self._generate(children, params, grammar, is_single=False)
+            operation = self._generation(children, params, grammar, is_single=False)
         except AgentKVError:
             for child in children:
                 self._store.release(child)
             raise
+        self._contexts.admit_branches(parent, children)
+        self._loop.submit(operation)
+        return operation
 
     def score(
         self, tenant: str, context_id: str, continuations: Sequence[Sequence[int]]
@@ -136,7 +141,6 @@ class Inference:
         self._clock.tick()
         parent = self._store.get(tenant, context_id)
         self._checks.continuations(continuations, length=parent.length)
-        self._leases.resume(parent, self._clock.now())
         children = self._store.fork_hidden(parent, len(continuations))
         requests = [
             self._factory.scoring(child, token_ids)
@@ -144,16 +148,18 @@ class Inference:
         ]
         operation = Scoring(requests, continuations)
         try:
-            self._loop.submit(operation)
+            self._loop.require_possible(operation)
         except AgentKVError:
             for child in children:
                 self._store.release(child)
             raise
+        self._leases.resume(parent, self._clock.now())
+        self._loop.submit(operation)
         return operation
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _generate(
+    def _generation(
         self,
         contexts: Sequence[Context],
         params: SamplingParams,
@@ -161,6 +167,7 @@ class Inference:
         *,
         is_single: bool,
     ) -> Generation:
+        """Makes an operation that may be queued; refuses before anything changed."""
         seed = self._factory.seed(params)
         requests = self._factory.generations(contexts, params, seed)
         region = contexts[0].region
@@ -183,7 +190,7 @@ class Inference:
             seed=seed,
             is_single=is_single,
         )
-        self._loop.submit(operation)
+        self._loop.require_possible(operation)
         for context in contexts:
             context.region = region
         return operation

@@ -12,7 +12,7 @@ from agentkv.engine.grammar import GrammarMatcher
 from agentkv.engine.mask_maker import MaskMaker
 from agentkv.engine.operations import Operation
 from agentkv.engine.runner import Mover, Runner
-from agentkv.errors import AgentKVError, NotFound, Reason
+from agentkv.errors import NotFound, Reason
 
 FETCH_WAIT = 0.05
 """Seconds that an otherwise idle loop waits for the disk before it looks for other work again."""
@@ -45,22 +45,18 @@ class StepLoop:
         self._costs = CostMeter(timer)
         self._operations: dict[Request, Operation] = {}
 
-    def submit(self, operation: Operation) -> None:
-        """Queues all requests of an operation, or none.
+    def require_possible(self, operation: Operation) -> None:
+        """Makes sure that all requests of an operation may be queued.
 
         Raises:
             PoolExhausted: One of them could never run, or too many requests wait.
         """
-        submitted: list[Request] = []
-        try:
-            for request in operation.requests:
-                self.scheduler.submit(request)
-                submitted.append(request)
-        except AgentKVError:
-            for request in submitted:
-                self.scheduler.finish(request)
-            raise
-        self._operations.update(dict.fromkeys(submitted, operation))
+        self.scheduler.require_possible(operation.requests)
+
+    def submit(self, operation: Operation) -> None:
+        """Queues all requests of an operation that was found possible."""
+        self.scheduler.submit(operation.requests)
+        self._operations.update(dict.fromkeys(operation.requests, operation))
 
     def step(self, meanwhile: Callable[[], None]) -> list[Operation]:
         """Runs one step; returns the operations that have news.

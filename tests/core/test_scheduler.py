@@ -45,7 +45,8 @@ class Setup:
 
     def submit(self, request: Request) -> Request:
         """Queues a request."""
-        self.scheduler.submit(request)
+        self.scheduler.require_possible([request])
+        self.scheduler.submit([request])
         return request
 
     def step(self) -> list[Event]:

@@ -8,7 +8,7 @@ give way, requests are preempted and some are refused.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from bench import PARK, PINNED, RETAINED, TENANT, Bench
@@ -25,7 +25,6 @@ from hypothesis.stateful import (
 
 from agentkv.config import LimitsConfig, QuotaConfig, QuotasConfig
 from agentkv.core.block_move import BlockMove
-from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.request import Request, RequestStatus
 from agentkv.core.views import ContextView
 from agentkv.engine.operations import Commit, Generation, Operation, Scoring
@@ -33,7 +32,6 @@ from agentkv.engine.outputs import Branches, Chunk, Finish
 from agentkv.errors import AgentKVError, PoolExhausted, Reason
 from agentkv.sampling_params import SamplingParams
 
-ANY_LEASE = Lease(LeaseMode.RETAIN, 1.0)
 MAX_LENGTH = 60
 MAX_CONTEXTS = 14
 picks = st.integers(0, 10_000)
@@ -368,10 +366,8 @@ class EngineMachine(RuleBasedStateMachine):
 
         def state() -> object:
             pool = self.bench.pool_view
-            # A refused call is a use of its context all the same, which ends a PARK lease: what is
-            # still there of its KV counts as live again.
-            views = [replace(view, lease=ANY_LEASE, expire_time=None) for view in self._views()]
-            return views, pool.free, pool.pinned, self.bench.engine.view().num_waiting
+            queued = self.bench.engine.view().num_waiting
+            return self._views(), pool.free, pool.live, pool.pinned, queued
 
         before = state()
         try:
