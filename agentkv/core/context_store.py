@@ -121,7 +121,7 @@ class ContextStore:
         context = Context(
             self._new_id(), tenant, tail, 0, lease.hold, lease, now, labels=dict(labels)
         )
-        context.root_id, context.adapter = context.id, adapter
+        context.root_id, context.adapter, context.use_time = context.id, adapter, now
         self.ledger.begin(context)
         self._add(context, ChangeKind.CREATED)
         return context
@@ -221,6 +221,7 @@ class ContextStore:
             labels=dict(labels),
             readings=self.tree.attach(tail, lease.hold),
             num_once_computed=self.tree.num_computed(tail),
+            use_time=now,
         )
         context.root_id = context.id if parent is None else parent.root_id
         if parent is not None:
@@ -358,6 +359,7 @@ class ContextStore:
                 rendering=parent.rendering_at(position),
                 readings=readings,
                 num_once_computed=num_once_computed,
+                use_time=now,
                 adapter=parent.adapter,
             )
             for number in range(count)

@@ -121,9 +121,8 @@ class LeaseKeeper:
 
     # -- use ---------------------------------------------------------------------------------
 
-    def admit(self, context: Context, now: float) -> None:
+    def admit(self, context: Context) -> None:
         """Begins to watch over a new context."""
-        context.use_time = now
         self._schedule(context)
 
     def touch(self, context: Context, now: float) -> None:

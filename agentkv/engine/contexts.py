@@ -111,7 +111,7 @@ class Contexts:
         except AgentKVError:
             self._store.release(context)
             raise
-        self._leases.admit(context, now)
+        self._leases.admit(context)
         self._loop.submit(operation)
         self._replies.record(tenant, "Create", request_id, body, operation, now)
         return operation
@@ -178,10 +178,9 @@ class Contexts:
 
     def admit_branches(self, parent: Context, branches: Sequence[Context]) -> None:
         """Counts branches that stay as made, and their making as a use of the parent."""
-        now = self._clock.now()
-        self._leases.touch(parent, now)
+        self._leases.touch(parent, self._clock.now())
         for branch in branches:
-            self._leases.admit(branch, now)
+            self._leases.admit(branch)
         self.num_forks += len(branches)
 
     def extend(

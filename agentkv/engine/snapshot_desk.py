@@ -246,7 +246,7 @@ class SnapshotDesk:
                 self._store.release(context)
             raise
         for context in made:
-            self._leases.admit(context, now)
+            self._leases.admit(context)
         return tuple(self._observer.view(context) for context in made)
 
     def _table(self, pin: Context) -> dict[int, int]:

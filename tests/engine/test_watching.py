@@ -86,6 +86,21 @@ def test_leases_are_told() -> None:
     ]
 
 
+def test_a_new_context_is_told_with_the_time_it_has() -> None:
+    """Catches contexts whose lease, as watchers hear of it, ended long before they were made."""
+    bench = Bench()
+    watcher = bench.engine.observer.watch(TENANT)
+    told(watcher)
+    bench.fork(bench.create(numbers(1, 20)))
+    made = [change for change in told(watcher) if isinstance(change, Change)]
+    assert [change.kind for change in made] == [
+        ChangeKind.CREATED,
+        ChangeKind.RESIZED,
+        ChangeKind.FORKED,
+    ]
+    assert {change.expire_time for change in made} == {bench.now + 3600}
+
+
 def test_what_gives_way_and_comes_back_is_told() -> None:
     """Catches KV that goes, or comes back, in silence; and pressure that does not show."""
     bench = Bench(num_blocks=8)
