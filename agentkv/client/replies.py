@@ -139,17 +139,8 @@ def usage(message: pb.Usage) -> Usage:
 
 def pool(message: pb.Pool) -> PoolInfo:
     """Reads the numbers of the pool."""
-    return PoolInfo(
-        total_blocks=message.total_blocks,
-        free_blocks=message.free_blocks,
-        live_blocks=message.live_blocks,
-        cached_blocks=message.cached_blocks,
-        pinned_blocks=message.pinned_blocks,
-        block_size=message.block_size,
-        used_slots=message.used_slots,
-        reclaimable_blocks=message.reclaimable_blocks,
-        level=PRESSURE_LEVELS.get(message.level, PressureLevel.UNKNOWN),
-    )
+    level = PRESSURE_LEVELS.get(message.level, PressureLevel.UNKNOWN)
+    return replace(_copied(PoolInfo, message), level=level)
 
 
 def change(message: pb.WatchEvent) -> ContextChange:

@@ -425,6 +425,12 @@ class FakeService(pb_grpc.ContextServiceServicer):
             used_slots=live,
             reclaimable_blocks=4,
             level=pb.PRESSURE_LEVEL_OK,
+            host_total_blocks=8,
+            host_free_blocks=5,
+            host_live_blocks=3,
+            disk_total_blocks=4,
+            disk_free_blocks=2,
+            disk_live_blocks=2,
         )
 
     def _finish(self, branch: int, id: str, generated: int) -> pb.Finish:

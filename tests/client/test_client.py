@@ -19,6 +19,7 @@ from agentkv import (
     LeaseInfo,
     LeaseMode,
     NotFound,
+    PressureLevel,
     QuotaInfo,
     Residency,
     Tier,
@@ -201,6 +202,8 @@ def test_server_info_is_read_in_full(client: Client) -> None:
     assert info.api_versions == ("agentkv.v1",)
     assert (info.model.name, info.model.bytes_per_block) == ("alphabet", 2048)
     assert info.pool.block_size == 4
+    assert (info.pool.host_total_blocks, info.pool.host_live_blocks) == (8, 3)
+    assert (info.pool.disk_free_blocks, info.pool.level) == (2, PressureLevel.OK)
     assert info.limits.max_contexts == 100
     assert info.counters.num_forks == 3
     assert info.sampling_options == ("max_tokens",)
