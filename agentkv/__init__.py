@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from agentkv.client.context_handle import ContextHandle
     from agentkv.client.retry import RetryPolicy
     from agentkv.client.sampling_options import SamplingOptions
-    from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+    from agentkv.client.server_info import (
+        CountersInfo,
+        DiskCountersInfo,
+        LimitsInfo,
+        ModelInfo,
+        ServerInfo,
+    )
     from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
     from agentkv.client.streams import BranchStream, GenerateStream
     from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
@@ -89,7 +95,13 @@ _HOMES = {
     "agentkv.client.context_handle": ("ContextHandle",),
     "agentkv.client.retry": ("RetryPolicy",),
     "agentkv.client.sampling_options": ("SamplingOptions",),
-    "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
+    "agentkv.client.server_info": (
+        "CountersInfo",
+        "DiskCountersInfo",
+        "LimitsInfo",
+        "ModelInfo",
+        "ServerInfo",
+    ),
     "agentkv.client.snapshot_info": ("RestoredContexts", "SnapshotInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),
     "agentkv.client.usage_info": ("Bill", "QuotaInfo", "Tier", "TierUsage", "UsageInfo"),
@@ -175,6 +187,7 @@ __all__ = [
     "Continued",
     "CountersInfo",
     "DeadlineExceeded",
+    "DiskCountersInfo",
     "Extension",
     "FinishReason",
     "GenerateStream",

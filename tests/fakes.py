@@ -198,6 +198,9 @@ class FakeModelRunner:
         self.fetching = [place for place in self.fetching if place not in done]
         return done
 
+    def disk_statistics(self) -> None:
+        """There are no files to count."""
+
     def close(self) -> None:
         """There is nothing to give back."""
 

@@ -16,7 +16,7 @@ PUBLIC = {
     *("BranchFinish", "Chunk", "Completion", "FinishReason", "GeneratedBranch"),
     *("TopLogprobs", "Choice", "RestoredContexts", "SnapshotInfo"),
     *("ContextInfo", "ContinuationScore", "Extension", "PoolInfo", "Released", "Residency"),
-    *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo"),
+    *("Usage", "ServerInfo", "ModelInfo", "LimitsInfo", "CountersInfo", "DiskCountersInfo"),
     *("JsonSchema", "Regex", "Lark", "Choices", "Tools", "Tool", "ToolCall", "Continued"),
     *("LeaseInfo", "LeaseMode", "LeaseOptions", "LeaseReduction", "PressureLevel"),
     *("WatchStream", "AsyncWatchStream", "WatchSnapshot", "ContextChange", "PressureChange"),

@@ -6,7 +6,8 @@ from agentkv.cli.connection import AddressArgument, connected
 from agentkv.cli.sizes import format_bytes
 from agentkv.cli.tables import facts_table
 from agentkv.client.client import DEFAULT_ADDRESS
-from agentkv.client.server_info import ServerInfo
+from agentkv.client.server_info import CountersInfo, ModelInfo, ServerInfo
+from agentkv.client.values import PoolInfo
 
 
 def info(address: AddressArgument = DEFAULT_ADDRESS) -> None:
@@ -41,6 +42,7 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
             f"{counters.computed_tokens:,} tokens computed, {counters.num_forks:,} forks, "
             f"{counters.num_block_copies:,} block copies, {counters.num_preemptions:,} preemptions"
         ),
+        **_describe_moves(model, pool, counters),
         "Limits": (
             f"{limits.max_contexts:,} contexts, {limits.max_fork_count:,} branches a fork, "
             f"{limits.max_continuations:,} continuations a score, "
@@ -53,3 +55,23 @@ def describe(address: str, info: ServerInfo) -> dict[str, str]:
         ),
         "Sampling": ", ".join(info.sampling_options),
     }
+
+
+def _describe_moves(model: ModelInfo, pool: PoolInfo, counters: CountersInfo) -> dict[str, str]:
+    """Writes what the tiers below the pool have done since start, if there are any."""
+    facts, disk = {}, counters.disk
+    if pool.host_total_blocks:
+        facts["Moved"] = (
+            f"{counters.num_moved_out:,} blocks out to host memory, "
+            f"{counters.num_brought_back:,} brought back, {counters.num_lost:,} lost"
+        )
+    if disk is not None:
+        size = model.host_bytes_per_block
+        why = f" ({disk.last_failure})" if disk.last_failure else ""
+        facts["Disk"] = (
+            f"{disk.num_written:,} blocks written ({format_bytes(disk.num_written * size)}), "
+            f"{disk.num_read:,} read back ({format_bytes(disk.num_read * size)}); "
+            f"{disk.num_refused:,} refused, {disk.num_failed_writes:,} failed writes{why}, "
+            f"{disk.num_bad_reads:,} bad reads, {disk.num_timeouts:,} timeouts"
+        )
+    return facts

@@ -10,7 +10,13 @@ from google.protobuf.message import Message
 
 from agentkv import status
 from agentkv.client.completion import Chunk, FinishReason, ToolCall, TopLogprobs
-from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
+from agentkv.client.server_info import (
+    CountersInfo,
+    DiskCountersInfo,
+    LimitsInfo,
+    ModelInfo,
+    ServerInfo,
+)
 from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import Bill, QuotaInfo, Tier, TierUsage, UsageInfo
 from agentkv.client.values import (
@@ -219,8 +225,14 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         pool=pool(message.pool),
         limits=_copied(LimitsInfo, message.limits),
         sampling_options=tuple(message.sampling_options),
-        counters=_copied(CountersInfo, message.counters),
+        counters=counters(message.counters),
     )
+
+
+def counters(message: pb.Counters) -> CountersInfo:
+    """Reads a server's counts."""
+    disk = _copied(DiskCountersInfo, message.disk) if message.HasField("disk") else None
+    return replace(_copied(CountersInfo, message), disk=disk)
 
 
 def quotas(message: pb.Quotas) -> QuotaInfo:

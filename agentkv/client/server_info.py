@@ -24,6 +24,8 @@ class ModelInfo:
     """Whether create takes messages."""
     adapters: tuple[str, ...] = ()
     """Adapters that create takes."""
+    host_bytes_per_block: int = 0
+    """Bytes one block takes in host memory or on disk, all layers; 0 without these tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,29 @@ class LimitsInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCountersInfo:
+    """Counts of a server's disk tier since it started, in blocks.
+
+    What fails here loses no token: KV that cannot be written or read back is recomputed.
+    """
+
+    num_written: int = 0
+    """Written; each takes the model's `host_bytes_per_block`."""
+    num_read: int = 0
+    """Read back, with the checksum they were written with."""
+    num_refused: int = 0
+    """Dropped instead of written, because too many were on their way to the disk."""
+    num_failed_writes: int = 0
+    """Not written because the disk failed, or was full."""
+    num_bad_reads: int = 0
+    """Missing, torn or of a wrong checksum when they were to be read back."""
+    num_timeouts: int = 0
+    """Given up because the disk did not answer in time."""
+    last_failure: str = ""
+    """Why the last failed write failed; empty when none has."""
+
+
+@dataclass(frozen=True, slots=True)
 class CountersInfo:
     """Counts of the server at this moment or since it started."""
 
@@ -81,6 +106,8 @@ class CountersInfo:
     """Blocks whose KV came back to the device since start."""
     num_lost: int = 0
     """Blocks whose KV could not be read back and was recomputed since start."""
+    disk: DiskCountersInfo | None = None
+    """What the disk tier has done; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class Engine:
             num_moved_out=counts.num_moved_out,
             num_brought_back=counts.num_brought_back,
             num_lost=counts.num_lost,
+            disk=self._loop.disk_statistics(),
         )
 
     # -- the loop ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A stream is `Branches` once and first, any number of `Chunk`s, and one `Finish` 
 from dataclasses import dataclass
 
 from agentkv.core.batch import TopLogprobs
+from agentkv.core.disk_statistics import DiskStatistics
 from agentkv.core.request import FinishReason
 from agentkv.core.views import ContextView, PoolView, Usage
 from agentkv.engine.conversation import Conversation
@@ -231,3 +232,5 @@ class EngineView:
     """Blocks that came back to the device since start."""
     num_lost: int = 0
     """Blocks that could not be read back, and were recomputed."""
+    disk: DiskStatistics | None = None
+    """What the disk tier has done; None without one."""

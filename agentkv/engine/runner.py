@@ -5,6 +5,7 @@ from typing import Protocol
 
 from agentkv.core.batch import Batch, StepResult
 from agentkv.core.block_move import BlockMove, Place
+from agentkv.core.disk_statistics import DiskStatistics
 
 
 class Runner(Protocol):
@@ -42,6 +43,10 @@ class Mover(Protocol):
         Args:
             wait: Seconds to wait at most while there is none.
         """
+        ...
+
+    def disk_statistics(self) -> DiskStatistics | None:
+        """Counts what the disk tier has done; None when there is none."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from agentkv.core.context_store import ContextStore
+from agentkv.core.disk_statistics import DiskStatistics
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
 from agentkv.core.scheduler import Scheduler, Step
 from agentkv.engine.cost_meter import CostMeter
@@ -107,6 +108,10 @@ class StepLoop:
             request.generated_tokens -= num_dropped
             request.context.bill.generated_tokens -= num_dropped
             self._store.truncate(request.context, request.context.length - num_dropped)
+
+    def disk_statistics(self) -> DiskStatistics | None:
+        """Counts what the disk tier has done; None when there is none."""
+        return None if self._mover is None else self._mover.disk_statistics()
 
     def close(self) -> None:
         """Closes the mover."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from agentkv.core.block_move import BlockMove, Place, Tier
-from agentkv.model.disk_store import DiskStatistics, DiskStore
+from agentkv.core.disk_statistics import DiskStatistics
+from agentkv.model.disk_store import DiskStore
 from agentkv.model.host_store import HostStore
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class BlockMover:
         return [Place(Tier.DISK, block_id) for block_id in self._disk.fetched(wait)]
 
     def disk_statistics(self) -> DiskStatistics | None:
-        """Counts of the disk tier; None when there is none."""
+        """Counts what the disk tier has done; None when there is none."""
         return self._disk.statistics() if self._disk is not None else None
 
     def close(self) -> None:

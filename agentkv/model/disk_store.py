@@ -23,12 +23,14 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from agentkv.core.disk_statistics import DiskStatistics
 
 MAGIC = b"AKVBLOCK"
 HEADER = struct.Struct("<8sQI")
@@ -39,22 +41,6 @@ READ_TIMEOUT = 10.0
 """Seconds after which reading a block is given up: it is recomputed."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStatistics:
-    """Counts since start."""
-
-    num_written: int = 0
-    num_read: int = 0
-    num_refused: int = 0
-    """Blocks not taken because too many were on their way already."""
-    num_failed_writes: int = 0
-    num_bad_reads: int = 0
-    """Files that were missing, torn or of other content when they were needed."""
-    num_timeouts: int = 0
-    last_failure: str = ""
-    """Why the last write failed, such as a full disk."""
 
 
 class DiskStore:

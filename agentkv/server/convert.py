@@ -10,6 +10,7 @@ from typing import Final
 from agentkv.config import LeaseConfig, LimitsConfig, ServerConfig
 from agentkv.core.bill import Bill
 from agentkv.core.block_move import Tier
+from agentkv.core.disk_statistics import DiskStatistics
 from agentkv.core.lease import Lease, LeaseReduction
 from agentkv.core.pressure import PressureLevel
 from agentkv.core.quotas import QuotaView
@@ -379,6 +380,7 @@ def model(facts: ModelFacts) -> pb.Model:
         bytes_per_block=facts.bytes_per_block,
         has_chat_template=facts.has_chat_template,
         adapters=facts.adapters,
+        host_bytes_per_block=facts.host_bytes_per_block,
     )
 
 
@@ -422,4 +424,18 @@ def counters(view: EngineView) -> pb.Counters:
         num_moved_out=view.num_moved_out,
         num_brought_back=view.num_brought_back,
         num_lost=view.num_lost,
+        disk=None if view.disk is None else disk_counters(view.disk),
+    )
+
+
+def disk_counters(counts: DiskStatistics) -> pb.DiskCounters:
+    """Translates the counts of the disk tier."""
+    return pb.DiskCounters(
+        num_written=counts.num_written,
+        num_read=counts.num_read,
+        num_refused=counts.num_refused,
+        num_failed_writes=counts.num_failed_writes,
+        num_bad_reads=counts.num_bad_reads,
+        num_timeouts=counts.num_timeouts,
+        last_failure=counts.last_failure,
     )

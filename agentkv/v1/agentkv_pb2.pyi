@@ -1452,6 +1452,7 @@ class Model(_message.Message):
     BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_PER_BLOCK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name it was loaded by."""
     architecture: _builtins.str
@@ -1468,6 +1469,8 @@ class Model(_message.Message):
     """Bytes one block takes, all layers."""
     has_chat_template: _builtins.bool
     """Whether Create takes messages."""
+    host_bytes_per_block: _builtins.int
+    """Bytes one block takes in host memory or on disk, all layers; 0 without these tiers."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the adapters that Create takes."""
@@ -1484,10 +1487,11 @@ class Model(_message.Message):
         bytes_per_block: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        host_bytes_per_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "bytes_per_block", b"bytes_per_block", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "host_bytes_per_block", b"host_bytes_per_block", "max_length", b"max_length", "name", b"name", "num_layers", b"num_layers", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1587,6 +1591,7 @@ class Counters(_message.Message):
     NUM_MOVED_OUT_FIELD_NUMBER: _builtins.int
     NUM_BROUGHT_BACK_FIELD_NUMBER: _builtins.int
     NUM_LOST_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     num_contexts: _builtins.int
     """Contexts of all tenants now."""
     num_running: _builtins.int
@@ -1607,6 +1612,10 @@ class Counters(_message.Message):
     """Blocks whose KV came back to the device since start."""
     num_lost: _builtins.int
     """Blocks whose KV could not be read back and was recomputed since start."""
+    @_builtins.property
+    def disk(self) -> Global___DiskCounters:
+        """What the disk tier has done; absent where there is none."""
+
     def __init__(
         self,
         *,
@@ -1620,14 +1629,63 @@ class Counters(_message.Message):
         num_moved_out: _builtins.int = ...,
         num_brought_back: _builtins.int = ...,
         num_lost: _builtins.int = ...,
+        disk: Global___DiskCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "num_block_copies", b"num_block_copies", "num_brought_back", b"num_brought_back", "num_contexts", b"num_contexts", "num_forks", b"num_forks", "num_lost", b"num_lost", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "disk", b"disk", "num_block_copies", b"num_block_copies", "num_brought_back", b"num_brought_back", "num_contexts", b"num_contexts", "num_forks", b"num_forks", "num_lost", b"num_lost", "num_moved_out", b"num_moved_out", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Counters: _TypeAlias = Counters  # noqa: Y015
+
+@_typing.final
+class DiskCounters(_message.Message):
+    """Counts of the disk tier since the server started, in blocks. What fails here loses no token: KV
+    that cannot be written or read back is recomputed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_WRITTEN_FIELD_NUMBER: _builtins.int
+    NUM_READ_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_WRITES_FIELD_NUMBER: _builtins.int
+    NUM_BAD_READS_FIELD_NUMBER: _builtins.int
+    NUM_TIMEOUTS_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
+    num_written: _builtins.int
+    """Written; each takes the model's host_bytes_per_block."""
+    num_read: _builtins.int
+    """Read back, with the checksum they were written with."""
+    num_refused: _builtins.int
+    """Dropped instead of written, because too many were on their way to the disk."""
+    num_failed_writes: _builtins.int
+    """Not written because the disk failed, or was full."""
+    num_bad_reads: _builtins.int
+    """Missing, torn or of a wrong checksum when they were to be read back."""
+    num_timeouts: _builtins.int
+    """Given up because the disk did not answer in time."""
+    last_failure: _builtins.str
+    """Why the last failed write failed, for people; empty when none has."""
+    def __init__(
+        self,
+        *,
+        num_written: _builtins.int = ...,
+        num_read: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        num_failed_writes: _builtins.int = ...,
+        num_bad_reads: _builtins.int = ...,
+        num_timeouts: _builtins.int = ...,
+        last_failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_failure", b"last_failure", "num_bad_reads", b"num_bad_reads", "num_failed_writes", b"num_failed_writes", "num_read", b"num_read", "num_refused", b"num_refused", "num_timeouts", b"num_timeouts", "num_written", b"num_written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskCounters: _TypeAlias = DiskCounters  # noqa: Y015
 
 @_typing.final
 class WatchEvent(_message.Message):

@@ -72,6 +72,9 @@ class CostMover:
         """Answers nothing."""
         return ()
 
+    def disk_statistics(self) -> None:
+        """There are no files to count."""
+
     def close(self) -> None:
         """There is nothing to give back."""
 

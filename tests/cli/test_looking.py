@@ -9,8 +9,16 @@ from cli.conftest import Invoke
 from client.fake_service import FakeService, Fault
 from rich.console import Console
 
-from agentkv import Client, InvalidRequest, LeaseMode, Residency, Unavailable
+from agentkv import (
+    Client,
+    DiskCountersInfo,
+    InvalidRequest,
+    LeaseMode,
+    Residency,
+    Unavailable,
+)
 from agentkv.cli.connection import connected
+from agentkv.cli.info import describe
 from agentkv.cli.tree import watch
 from agentkv.cli.tree_view import draw, sharing_ratio
 
@@ -120,6 +128,30 @@ def test_info_shows_the_server(address: str, invoke: Invoke) -> None:
     assert result.exit_code == 0, result.output
     for part in ("9.8.7", "alphabet", "float32", "64 blocks of 4 tokens, 2 KiB each", "3 forks"):
         assert part in result.stdout
+
+
+def test_info_shows_what_moved_where_there_are_tiers(address: str) -> None:
+    """Catches a failing disk that no operator sees, or lines about tiers that are not there."""
+    with Client(address) as client:
+        server = client.server_info()
+    bare = replace(server, pool=replace(server.pool, host_total_blocks=0))
+    assert not {"Moved", "Disk"} & set(describe(address, bare))
+    disk = DiskCountersInfo(
+        num_written=1500, num_read=2, num_failed_writes=1, num_bad_reads=3, last_failure="full"
+    )
+    facts = describe(
+        address,
+        replace(
+            server,
+            model=replace(server.model, host_bytes_per_block=1024),
+            counters=replace(server.counters, num_moved_out=1600, num_lost=3, disk=disk),
+        ),
+    )
+    assert facts["Moved"] == "1,600 blocks out to host memory, 0 brought back, 3 lost"
+    assert facts["Disk"] == (
+        "1,500 blocks written (1.46 MiB), 2 read back (2 KiB); 0 refused, 1 failed writes (full), "
+        "3 bad reads, 0 timeouts"
+    )
 
 
 @pytest.mark.parametrize("command", ["tree", "info"])
