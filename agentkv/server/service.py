@@ -14,8 +14,15 @@ from agentkv.core.lease import DEFAULT_TERMS
 from agentkv.engine.grammar import Grammar
 from agentkv.engine.outputs import Finish, Update
 from agentkv.errors import NotFound
-from agentkv.server import convert
 from agentkv.server.checks import MAX_TOKENS_READ, Checks
+from agentkv.server.convert import (
+    answers,
+    billing,
+    generation,
+    server_info,
+    snapshots,
+    watching,
+)
 from agentkv.server.encoding import encode_extension, encode_inputs, encode_prompt
 from agentkv.server.inputs import ChatInput
 from agentkv.server.served_engine import ServedEngine
@@ -54,7 +61,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             chat=prompt.chat if isinstance(prompt, ChatInput) else None,
             adapter=request.adapter,
         )
-        return convert.created(committed)
+        return answers.created(committed)
 
     async def Fork(self, request: pb.ForkRequest, rpc: Rpc) -> pb.ForkResponse:
         """Makes branches of a context."""
@@ -75,8 +82,8 @@ class ContextService(pb_grpc.ContextServiceServicer):
             request_id=request_id,
         )
         return pb.ForkResponse(
-            contexts=[convert.context(context) for context in forked.contexts],
-            pool=convert.pool(forked.pool),
+            contexts=[answers.context(context) for context in forked.contexts],
+            pool=answers.pool(forked.pool),
         )
 
     async def Extend(self, request: pb.ExtendRequest, rpc: Rpc) -> pb.ExtendResponse:
@@ -96,7 +103,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             logprobs=request.logprobs,
             chat=encoded.chat,
         )
-        return convert.extended(committed)
+        return answers.extended(committed)
 
     async def Generate(  # type: ignore[override]  # the stub knows no coroutine that writes
         self, request: pb.GenerateRequest, rpc: Rpc
@@ -119,7 +126,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         def translate(step: tuple[Update, ...]) -> pb.GenerateResponse | None:
             ended = [item for item in step if isinstance(item, Finish) and item.error is not None]
             failures.extend(ended)
-            message = convert.generated([item for item in step if item not in ended])
+            message = generation.generated([item for item in step if item not in ended])
             return message if message.ListFields() else None
 
         await relay(stream, rpc, translate, stall_timeout=self._config.stall_timeout)
@@ -148,7 +155,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             grammar=await self._grammar(constraint),
         )
         await relay(
-            stream, rpc, convert.branches_generated, stall_timeout=self._config.stall_timeout
+            stream, rpc, generation.branches_generated, stall_timeout=self._config.stall_timeout
         )
 
     async def Score(self, request: pb.ScoreRequest, rpc: Rpc) -> pb.ScoreResponse:
@@ -162,8 +169,8 @@ class ContextService(pb_grpc.ContextServiceServicer):
         )
         scores = await self._engine.score(tenant_of(rpc), context_id, token_ids)
         return pb.ScoreResponse(
-            scores=[convert.score(score) for score in scores.scores],
-            usage=convert.usage(scores.usage),
+            scores=[answers.score(score) for score in scores.scores],
+            usage=answers.usage(scores.usage),
         )
 
     async def Truncate(self, request: pb.TruncateRequest, rpc: Rpc) -> pb.TruncateResponse:
@@ -176,7 +183,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             tenant_of(rpc), context_id, length, expected_length=_expected_length(request)
         )
         return pb.TruncateResponse(
-            context=convert.context(truncated.context), pool=convert.pool(truncated.pool)
+            context=answers.context(truncated.context), pool=answers.pool(truncated.pool)
         )
 
     async def UpdateLease(self, request: pb.UpdateLeaseRequest, rpc: Rpc) -> pb.UpdateLeaseResponse:
@@ -189,9 +196,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
             tenant_of(rpc), context_id, terms, recursive=request.recursive
         )
         return pb.UpdateLeaseResponse(
-            context=convert.context(leased.context),
+            context=answers.context(leased.context),
             num_updated=leased.num_updated,
-            pool=convert.pool(leased.pool),
+            pool=answers.pool(leased.pool),
         )
 
     async def Save(self, request: pb.SaveRequest, rpc: Rpc) -> pb.SaveResponse:
@@ -209,7 +216,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             overwrite=request.overwrite,
         )
         return pb.SaveResponse(
-            snapshot=convert.snapshot(saved.snapshot), pool=convert.pool(saved.pool)
+            snapshot=snapshots.snapshot(saved.snapshot), pool=answers.pool(saved.pool)
         )
 
     async def Restore(self, request: pb.RestoreRequest, rpc: Rpc) -> pb.RestoreResponse:
@@ -226,7 +233,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             lease=lease,
             request_id=request_id,
         )
-        return convert.restored(restored)
+        return snapshots.restored(restored)
 
     async def ListSnapshots(
         self, request: pb.ListSnapshotsRequest, rpc: Rpc
@@ -234,7 +241,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         """Lists the caller's snapshots."""
         self._checks(request).finish()
         found = await self._engine.list_snapshots(tenant_of(rpc))
-        return pb.ListSnapshotsResponse(snapshots=[convert.snapshot(item) for item in found])
+        return pb.ListSnapshotsResponse(snapshots=[snapshots.snapshot(item) for item in found])
 
     async def DeleteSnapshot(
         self, request: pb.DeleteSnapshotRequest, rpc: Rpc
@@ -264,7 +271,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         return pb.ReleaseResponse(
             num_released=released.num_released,
             blocks_freed=released.blocks_freed,
-            pool=convert.pool(released.pool),
+            pool=answers.pool(released.pool),
         )
 
     async def Get(self, request: pb.GetRequest, rpc: Rpc) -> pb.GetResponse:
@@ -274,11 +281,11 @@ class ContextService(pb_grpc.ContextServiceServicer):
         checks.finish()
         if not request.HasField("tokens_from"):
             context = await self._engine.get(tenant_of(rpc), context_id)
-            return pb.GetResponse(context=convert.context(context))
+            return pb.GetResponse(context=answers.context(context))
         read = await self._engine.tokens(
             tenant_of(rpc), context_id, request.tokens_from, limit=MAX_TOKENS_READ
         )
-        return pb.GetResponse(context=convert.context(read.context), token_ids=read.token_ids)
+        return pb.GetResponse(context=answers.context(read.context), token_ids=read.token_ids)
 
     async def List(self, request: pb.ListRequest, rpc: Rpc) -> pb.ListResponse:
         """Lists the caller's contexts, page by page."""
@@ -292,7 +299,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
             tenant_of(rpc), root_id=root_id, page_size=page_size, page_token=page_token
         )
         return pb.ListResponse(
-            contexts=[convert.context(context) for context in page.contexts],
+            contexts=[answers.context(context) for context in page.contexts],
             next_page_token=page.next_page_token,
         )
 
@@ -302,7 +309,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         """Tells what happens to the caller's contexts."""
         self._checks(request).finish()
         stream = self._engine.watch(tenant_of(rpc))
-        await relay(stream, rpc, convert.watched, stall_timeout=self._config.stall_timeout)
+        await relay(stream, rpc, watching.watched, stall_timeout=self._config.stall_timeout)
 
     async def GetUsage(self, request: pb.GetUsageRequest, rpc: Rpc) -> pb.GetUsageResponse:
         """Tells what one context, one tree or the whole tenant has used."""
@@ -315,7 +322,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
                 root_id = checks.context_id(request.root_id, "root_id")
         checks.finish()
         view = await self._engine.usage(tenant_of(rpc), context_id=context_id, root_id=root_id)
-        return convert.usage_view(view)
+        return billing.usage_view(view)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, rpc: Rpc
@@ -326,9 +333,9 @@ class ContextService(pb_grpc.ContextServiceServicer):
         return pb.GetServerInfoResponse(
             server_version=_server_version(),
             api_versions=[pb.DESCRIPTOR.package],
-            model=convert.model(self._engine.facts),
-            pool=convert.pool(view.pool),
-            limits=convert.limits(
+            model=server_info.model(self._engine.facts),
+            pool=answers.pool(view.pool),
+            limits=server_info.limits(
                 self._engine.limits,
                 self._engine.lease_limits,
                 self._config,
@@ -336,7 +343,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
                 view.pool.total,
             ),
             sampling_options=[field.name for field in pb.SamplingOptions.DESCRIPTOR.fields],
-            counters=convert.counters(view),
+            counters=server_info.counters(view),
         )
 
     async def _grammar(self, constraint: Constraint | None) -> Grammar | Continued | None:
