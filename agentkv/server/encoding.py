@@ -58,7 +58,7 @@ async def encode_prompt(
                 encoded = await asyncio.to_thread(
                     tokenizer.encode_chat, chat.messages, ending=chat.ending, tools=chat.tools
                 )
-    token_ids = checks.tokenised(encoded, field)
+    token_ids = checks.inputs.tokenised(encoded, field)
     checks.finish()
     return token_ids
 
@@ -94,7 +94,7 @@ async def encode_extension(
             reason=Reason.CHAT_NOT_EXTENDABLE,
             metadata={"common_length": _num_common(read.token_ids, found.token_ids)},
         )
-    token_ids = checks.tokenised(found.token_ids, "messages")
+    token_ids = checks.inputs.tokenised(found.token_ids, "messages")
     checks.finish()
     return EncodedExtension(token_ids, state.length, found.added)
 
@@ -127,7 +127,7 @@ async def encode_inputs(
         size = sum(len(item.text) for _, item in piece if isinstance(item, TextInput))
         encoded = await _off_loop(size, partial(encode_all, piece))
         for (number, _), ids in zip(piece, encoded, strict=True):
-            token_ids.append(checks.tokenised(ids, field(number)))
+            token_ids.append(checks.inputs.tokenised(ids, field(number)))
         checks.finish()
     return token_ids
 

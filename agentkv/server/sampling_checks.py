@@ -10,15 +10,8 @@ from typing import Any, NamedTuple
 from agentkv.engine.request_checks import out_of_vocabulary
 from agentkv.errors import InvalidRequest, Reason
 from agentkv.sampling_params import SIZES, SamplingParams
+from agentkv.server.violations import Violation
 from agentkv.v1 import agentkv_pb2 as pb
-
-
-class Violation(NamedTuple):
-    """One thing that is wrong."""
-
-    field: str
-    what: str
-    reason: Reason = Reason.INVALID_REQUEST
 
 
 class CheckedSampling(NamedTuple):

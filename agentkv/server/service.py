@@ -45,7 +45,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
     async def Create(self, request: pb.CreateRequest, rpc: Rpc) -> pb.CreateResponse:
         """Creates a context from a prompt."""
         checks = self._checks(request)
-        prompt = checks.prompt(request)
+        prompt = checks.inputs.prompt(request)
         lease = checks.lease(request)
         labels = checks.labels(request.labels)
         request_id = checks.request_id(request.request_id)
@@ -90,7 +90,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         """Appends tokens to a context."""
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
-        extension = checks.extension(request)
+        extension = checks.inputs.extension(request)
         checks.finish()
         encoded = await encode_extension(
             self._engine, tenant_of(rpc), context_id, extension, _expected_length(request), checks
@@ -162,7 +162,7 @@ class ContextService(pb_grpc.ContextServiceServicer):
         """Computes log-probabilities of continuations."""
         checks = self._checks(request)
         context_id = checks.context_id(request.context_id)
-        continuations = checks.continuations(request)
+        continuations = checks.inputs.continuations(request)
         checks.finish()
         token_ids = await encode_inputs(
             self._engine.tokenizer, continuations, lambda i: f"continuations[{i}].text", checks

@@ -11,7 +11,7 @@ from server.harness import failure_of, run, serving
 
 from agentkv.config import ServerConfig
 from agentkv.errors import InvalidRequest, Reason
-from agentkv.server.checks import MAX_CHARACTERS_PER_TOKEN
+from agentkv.server.input_checks import MAX_CHARACTERS_PER_TOKEN
 from agentkv.server.service import ContextService
 from agentkv.v1 import agentkv_pb2 as pb
 

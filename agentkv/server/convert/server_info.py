@@ -4,6 +4,7 @@ from agentkv.config import LeaseConfig, LimitsConfig, ServerConfig
 from agentkv.core.disk_statistics import DiskStatistics
 from agentkv.engine.outputs import EngineView, ModelFacts
 from agentkv.server import checks
+from agentkv.server.input_checks import max_characters
 from agentkv.v1 import agentkv_pb2 as pb
 
 
@@ -42,7 +43,7 @@ def limits(
         max_request_bytes=server.max_message_bytes,
         max_deadline=server.max_deadline,
         stall_timeout=server.stall_timeout,
-        max_characters=checks.max_characters(facts),
+        max_characters=max_characters(facts),
         default_lease_ttl=leases.default_ttl,
         max_lease_ttl=leases.max_ttl,
         max_pinned_blocks=leases.max_pinned(num_blocks),
