@@ -157,9 +157,14 @@ class Engine:
         """Whether a step would do anything."""
         return self._scheduler.has_work
 
-    def step(self) -> Sequence[Operation]:
-        """Runs one step; returns the operations that have news."""
-        operations = self._loop.step()
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> Sequence[Operation]:
+        """Runs one step; returns the operations that have news.
+
+        Args:
+            meanwhile: Called once, on this thread, when the step has nothing for it to do for a
+                while; quick, and never fails.
+        """
+        operations = self._loop.step(meanwhile)
         for operation in operations:
             for request in operation.requests:
                 self._leases.trim_pin(request.context)  # generating may have outgrown its pin

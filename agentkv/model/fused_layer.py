@@ -117,6 +117,7 @@ class Stretch:
             modifiers = Modifiers(call.scale, call.window, call.softcap)
             parts = [layer.parts for layer in self.layers]
             self._run = step, LayerRun(parts, view.caches, modifiers)
+        step.before_waiting()
         out = self._kernels.run(self._run[1], hidden, angles, view.slots, view.plan)
         if out is not None:
             step.layers.extend(self._indices)

@@ -5,7 +5,7 @@ where to write: a compiled model must not meet a new object at every step. How a
 to a Reader. This file knows no rows of logits and no sampling.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -16,6 +16,10 @@ from agentkv.model.step_rows import StepRows
 from agentkv_kernels import AttentionPlan, store_and_attend, tree_attention
 from agentkv_kernels.int8_layers import LayerCaches
 from agentkv_kernels.ops import Implementation
+
+
+def nothing() -> None:
+    """Has nothing to do meanwhile."""
 
 
 class NativeView(NamedTuple):
@@ -108,11 +112,19 @@ class PagedStep:
         self._options = options
         self._rows: StepRows | None = None
         self._reader: Reader | None = None
+        self._meanwhile: Callable[[], None] = nothing
 
-    def begin(self, rows: StepRows, reader: Reader) -> None:
-        """Tells what the next pass computes."""
+    def begin(
+        self, rows: StepRows, reader: Reader, meanwhile: Callable[[], None] = nothing
+    ) -> None:
+        """Tells what the next pass computes, and what may be done while it does."""
         self.layers.clear()
-        self._rows, self._reader = rows, reader
+        self._rows, self._reader, self._meanwhile = rows, reader, meanwhile
+
+    def before_waiting(self) -> None:
+        """Does what may be done meanwhile, once a pass: this thread is about to wait for long."""
+        meanwhile, self._meanwhile = self._meanwhile, nothing
+        meanwhile()
 
     def attend(self, call: LayerCall) -> Tensor:
         """Stores the layer's new K and V unless another layer's serve it, then attends."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels.native import NativeLibrary
+from agentkv_kernels.scratch import Scratch
 
 GROUP = 64
 """Inputs that share a factor."""
@@ -124,19 +125,6 @@ class Norm(NamedTuple):
     def apply(self, rows: Tensor) -> Tensor:
         """Normalises (..., width) float32 by torch."""
         return rows * (rows.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * self.weight
-
-
-class Scratch:
-    """Memory that calls use one after the other; one thread at a time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def at_least(self, num_bytes: int) -> int:
-        """Returns an address with so many bytes behind it, of any contents."""
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8)
-        return self._memory.data_ptr()
 
 
 class Int8Products:
