@@ -16,12 +16,14 @@ would be other work than a step a token, which transformers, vLLM and llama.cpp 
 
 Everything, with all engines, takes about 12 minutes on two quiet cores. An engine that needs longer
 than `--patience` for a job, preparation included, runs it once; one that needs longer than
-`--limit` is stopped and begun anew, and has no figure. The JSON file is written after each
+`--limit` is stopped and begun anew, has no figure, and is not asked for larger jobs of that kind,
+like one that fails. The JSON file is written after each
 workload, so that an interrupted run leaves what it has. Engines that cannot be had are named with
 the reason.
 """
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -67,6 +69,17 @@ class Measured:
     outcomes: list[Outcome] = field(default_factory=list)
     longest: float = 0.0
     """Most seconds of a run, what is prepared included."""
+
+    def take(self, engine: EngineProcess, job: Job) -> str | None:
+        """Runs a job on the engine; says why, where there is no outcome."""
+        begun = time.perf_counter()
+        try:
+            self.outcomes.append(engine.run(job))
+        except NotAvailable as error:
+            return f"not available: {error}"
+        self.jobs.append(job)
+        self.longest = max(self.longest, time.perf_counter() - begun)
+        return None
 
     @property
     def rates(self) -> list[float]:
@@ -176,23 +189,19 @@ def interleave(
         [Measured(workload, e.contestant.name, e.contestant.is_peer) for e in engines]
         for workload in workloads
     ]
+    failed: dict[tuple[str, str], int] = {}  # by engine and kind: the smallest job that failed
     for repeat in range(num_repeats):
         for workload, row in zip(workloads, table, strict=True):
             job = workload.make_job(repeat)
             for engine, one in zip(engines, row, strict=True):
-                has_failed = len(one.outcomes) < repeat
-                if has_failed or one.longest > patience:
+                key = one.engine, workload.kind
+                if one.longest > patience or job.num_tokens >= failed.get(key, math.inf):
                     continue
-                begun = time.perf_counter()
-                try:
-                    one.outcomes.append(engine.run(job))
-                except NotAvailable as error:
-                    print(f"{one.engine}: {workload.name}: not available: {error}", flush=True)
-                    continue
-                one.jobs.append(job)
-                one.longest = max(one.longest, time.perf_counter() - begun)
-                seconds = one.outcomes[-1].seconds
-                print(f"{one.workload.name}, {one.engine}: {seconds:.2f} s", flush=True)
+                reason = one.take(engine, job)
+                if reason is not None:
+                    failed[key] = job.num_tokens
+                seconds = reason or f"{one.outcomes[-1].seconds:.2f} s"
+                print(f"{workload.name}, {one.engine}: {seconds}", flush=True)
             yield [one for row in table for one in row if one.outcomes]
 
 
@@ -261,8 +270,8 @@ def _parse() -> argparse.Namespace:
                         "crosswords or agents")  # fmt: skip
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="their environments")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, interleaved")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds: see above")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds: see above")
+    parser.add_argument("--patience", type=float, default=6.0, help="seconds: see above")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds: see above")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()
 
