@@ -227,6 +227,13 @@ def serve(
             "and slower: every step is padded to --token-budget.",
         ),
     ] = False,
+    stream_interval: Annotated[
+        float | None,
+        typer.Option(
+            help="Least seconds between two messages of a stream; tokens in between share one. By "
+            "default 0 for up to 8 streams, then 0.004 for each stream there is, at most 0.2."
+        ),
+    ] = None,
     quotas: Annotated[
         Path | None,
         typer.Option(
@@ -264,7 +271,7 @@ def serve(
         level=log_level.upper(), format="%(message)s", handlers=[RichHandler(console=messages)]
     )
     # Both are checked before the model is loaded, which takes seconds.
-    server = ServerConfig(host=host, port=port, insecure=insecure)
+    server = ServerConfig(host=host, port=port, insecure=insecure, stream_interval=stream_interval)
     engine = EngineConfig(
         model=model,
         dtype=dtype,
@@ -304,7 +311,7 @@ def serve(
     )
     wait_briefly()
     with messages.status(f"Loading {model} ...") as spinner:
-        served = assemble(engine, lambda line: spinner.update(f"{line} ..."))
+        served = assemble(engine, server, lambda line: spinner.update(f"{line} ..."))
     asyncio.run(announce_and_serve(served, server, Console()))
 
 
@@ -331,17 +338,20 @@ def read_quotas(path: Path) -> QuotasConfig:
         raise InvalidRequest(f"Cannot read the quotas in {path}: {error}.") from None
 
 
-def assemble(config: EngineConfig, report: Callable[[str], None]) -> "ServedEngine":
+def assemble(
+    config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+) -> "ServedEngine":
     """Loads a model and makes the engine that is served.
 
     Args:
         config: The model, and with what means to serve it.
+        server: How streams are paced.
         report: Called with a line before anything that takes long.
     """
     from agentkv.engine.async_engine import AsyncEngine
     from agentkv.engine.build import build_engine
 
-    return AsyncEngine(build_engine(config, report))
+    return AsyncEngine(build_engine(config, report), stream_interval=server.stream_interval)
 
 
 async def announce_and_serve(

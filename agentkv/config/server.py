@@ -22,6 +22,9 @@ class ServerConfig:
     """Calls that may be open at once: an outer fuse, admission is the engine's."""
     stall_timeout: float = 30.0
     """Seconds a stream may go unread before it ends with SLOW_READER."""
+    stream_interval: float | None = None
+    """Least seconds between two messages of a stream, at least 0; tokens wait and share one. None:
+    0 for up to 8 streams, then 4 ms for each there is, at most 0.2 s."""
     default_deadline: float = 600.0
     """Seconds granted to a call that names no deadline."""
     max_deadline: float = 3600.0
@@ -38,6 +41,10 @@ class ServerConfig:
         require(self.max_concurrent_rpcs >= 1, "max_concurrent_rpcs must be at least 1.")
         for name in ("stall_timeout", "default_deadline", "max_deadline"):
             require(getattr(self, name) > 0, f"{name} must be above 0.")
+        require(
+            self.stream_interval is None or self.stream_interval >= 0,
+            f"stream_interval must not be negative, got {self.stream_interval}.",
+        )
         require(self.grace >= 0, f"grace must not be negative, got {self.grace}.")
         require(
             self.default_deadline <= self.max_deadline,

@@ -12,7 +12,7 @@ from agentkv.config import SchedulerConfig
 from agentkv.core.admission import Admission, Wait
 from agentkv.core.batch_builder import Work
 from agentkv.core.block_move import Tier
-from agentkv.core.block_writes import apply_writes, plan_writes, settle
+from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.eviction import bring_back
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
@@ -171,13 +171,17 @@ class StepPlanner:
             num_rows = min(num_rows, self._config.chunk_size, max_rows)
             if num_rows == 0:
                 return
-        if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
+        upto = first + num_rows
+        kept_end = max(upto, self._tree.num_kept(tail))
+        writes = self._reserve(request, kept_end)
+        if writes is None:
             return
         num_free = self._tree.pool.num_free
-        bring_back(self._tree, tail)
-        copies = apply_writes(self._tree, plan_writes(self._tree, tail, first + num_rows))
+        if bring_back(self._tree, tail) or kept_end > upto:
+            writes = plan_writes(self._tree, tail, upto)
+        copies = apply_writes(self._tree, writes)
         num_taken = num_free - self._tree.pool.num_free
-        self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
+        self._add(Work(request, first, upto, tuple(copies)), num_taken)
 
     def _is_fetched(self, request: Request) -> bool:
         """Whether nothing of a request's path has to be read from disk first.
@@ -213,26 +217,30 @@ class StepPlanner:
             request.cached_tokens = work.first
         self.works.append(work)
 
-    def _reserve(self, request: Request, upto: int) -> bool:
-        """Makes room for the KV of a path up to a position; False when the request has to wait."""
+    def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
+        """Makes room for the KV of a path up to a position.
+
+        Returns:
+            What writing it takes now; None when the request has to wait, or was refused.
+        """
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
             has_free = writes.num_blocks <= self._tree.pool.num_free
             if has_free and self._admission.is_within_quota(request, writes.num_blocks):
-                return True
+                return writes
             if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
-                return False
+                return None
             victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
-                return False
+                return None
 
     def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
         """Finds who of the younger running requests gives way to this one in this step.

@@ -45,9 +45,10 @@ class AsyncEngine:
     each context then stays at its last committed token.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, stream_interval: float | None = None) -> None:
+        """Takes an engine over; arguments as `EngineThread`'s."""
         self._engine = engine
-        self._thread = EngineThread(engine)
+        self._thread = EngineThread(engine, stream_interval)
         self._snapshots = Snapshots(engine, self._thread)
 
     @property

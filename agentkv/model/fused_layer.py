@@ -28,30 +28,33 @@ lies between two integers, its last bit decides which one it becomes."""
 _TENSORS = ("query", "key", "value")
 
 
-def fuse_layers(model: nn.Module, products: Int8Products) -> int:
-    """Gives every layer that is understood its short way; answers how many.
+def fuse_layers(model: nn.Module, products: Int8Products) -> list["FusedLayer"]:
+    """Gives every layer that is understood its short way; answers those, in order.
 
     Args:
         model: In evaluation mode, with 8-bit weights, its attention AgentKV's.
         products: As its layers have; without native kernels nothing is done.
     """
     if products.native is None:
-        return 0
+        return []
     kernels = Int8Layers(products)
-    fused = []
+    fused: list[FusedLayer] = []
     for layer in list(model.modules()):
         parts = parts_of(layer)
         if parts is not None and (taken := _take_over(layer, parts, kernels)) is not None:
             fused.append(taken)
     _join(fused, kernels)
-    return len(fused)
+    return fused
 
 
 class FusedLayer:
     """One layer's short way."""
 
-    def __init__(self, parts: LayerParts, call: LayerCall, kernels: Int8Layers) -> None:
-        """Takes a layer's parts, and what it asks of attention, whatever the tensors."""
+    def __init__(
+        self, module: nn.Module, parts: LayerParts, call: LayerCall, kernels: Int8Layers
+    ) -> None:
+        """Takes a layer, its parts, and what it asks of attention, whatever the tensors."""
+        self.module = module
         self.parts = parts
         self.call = call
         self.stretch: Stretch | None = None
@@ -69,16 +72,29 @@ class FusedLayer:
         Returns:
             (1, num_rows, hidden_size).
         """
-        if isinstance(step, PagedStep) and self.stretch is not None:
-            if self.call.layer in step.layers:  # computed with the first one's call
-                return hidden
-            if self.stretch.layers[0] is self:
-                out = self.stretch.forward(hidden, angles, step)
-                if out is not None:
-                    return out
+        if isinstance(step, PagedStep) and self.stretch and self.call.layer in step.layers:
+            return hidden  # computed with the first one's call
+        return self.advance(hidden, angles, step)[0]
+
+    def advance(self, hidden: Tensor, angles: Angles, step: AttentionStep) -> tuple[Tensor, int]:
+        """Computes the layer, or the whole stretch that it is the first of.
+
+        Args:
+            hidden: As of `forward`.
+            angles: Of the rotary embedding.
+            step: Attends.
+
+        Returns:
+            The same as `forward`, and the number of layers that this was.
+        """
+        stretch = self.stretch
+        if isinstance(step, PagedStep) and stretch is not None and stretch.layers[0] is self:
+            out = stretch.forward(hidden, angles, step)
+            if out is not None:
+                return out, len(stretch.layers)
         query, key, value = self._kernels.before(self.parts, hidden, angles)
         attended = step.attend(self.call._replace(query=query, key=key, value=value))
-        return self._kernels.after(self.parts, hidden.clone(), attended.contiguous())
+        return self._kernels.after(self.parts, hidden.clone(), attended.contiguous()), 1
 
 
 class Stretch:
@@ -155,10 +171,10 @@ def _take_over(layer: Any, parts: LayerParts, kernels: Int8Layers) -> FusedLayer
         return None
     if len(own.calls) != 1 or not isinstance(expected, Tensor):
         return None
-    fused = FusedLayer(parts, own.calls[0], kernels)
+    fused = FusedLayer(layer, parts, own.calls[0], kernels)
     pairs = [(fused.forward(trial.hidden, trial.angles, ours), expected)]
     pairs += [(getattr(ours.calls[0], name), getattr(fused.call, name)) for name in _TENSORS]
-    if not all(_agree(*pair) for pair in pairs):
+    if not all(agree(*pair) for pair in pairs):
         return None
 
     def forward(
@@ -199,7 +215,8 @@ class _Trial(NamedTuple):
         return cls(hidden, Angles(angles.cos(), angles.sin()), attended)
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
+def agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two ways compute the same, but for a last bit here and there."""
     if found.shape != expected.shape:
         return False
     return bool((found - expected).norm() <= TOLERANCE * expected.norm())

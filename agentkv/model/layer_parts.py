@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from agentkv.model.int8_linear import Int8Linear
-from agentkv_kernels.int8_layers import LayerParts, Norm
-from agentkv_kernels.int8_weights import Int8Weights
+from agentkv_kernels.int8_layers import LayerParts
+from agentkv_kernels.int8_weights import Int8Weights, Norm
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -24,7 +24,7 @@ def parts_of(layer: Any) -> LayerParts | None:
     attention, mlp = layer.self_attn, layer.mlp
     if _children(attention) != _ATTENTION or _children(mlp) != _MLP:
         return None
-    first, second = _norm_of(layer.input_layernorm), _norm_of(layer.post_attention_layernorm)
+    first, second = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
     inputs = _packed(attention.q_proj, attention.k_proj, attention.v_proj)
     gates = _packed(mlp.gate_proj, mlp.up_proj)
     outputs = _packed(attention.o_proj), _packed(mlp.down_proj)
@@ -67,7 +67,7 @@ def _packed(*linears: nn.Module) -> _Packed | None:
     return _Packed(group, torch.cat(biases) if biases else None)
 
 
-def _norm_of(norm: Any) -> Norm | None:
+def norm_of(norm: Any) -> Norm | None:
     """Reads an RMS norm; how it uses its weight is seen when the layer is tried."""
     epsilon = getattr(norm, "variance_epsilon", None)
     weight = getattr(norm, "weight", None)

@@ -98,19 +98,22 @@ class LocalAgentKV:
         return self._engine.view().computed_tokens
 
     def _open(self, nodes: list[Node], ids: dict[int, str]) -> list[str]:
-        """Makes the contexts of a wave, with the tokens they are given computed."""
-        new, commits = [], []
-        for node in nodes:
+        """Makes the contexts of a wave, with the tokens they are given computed together."""
+        contexts = self._engine.contexts
+        new, created, extended = [], {}, []
+        for number, node in enumerate(nodes):
             if node.parent is None:  # its handle comes with the answer
-                created = self._engine.run(self._engine.contexts.create(TENANT, node.given))
-                new.append(created.answer.context.id)
+                created[number] = contexts.create(TENANT, node.given)
+                new.append("")
                 continue
-            (view,) = self._engine.contexts.fork(TENANT, ids[node.parent], at=node.at)
+            (view,) = contexts.fork(TENANT, ids[node.parent], at=node.at)
             new.append(view.id)
             if node.given:
-                commits.append(self._engine.contexts.extend(TENANT, view.id, node.given))
-        for commit in commits:
-            self._engine.run(commit)
+                extended.append(contexts.extend(TENANT, view.id, node.given))
+        for number, operation in created.items():
+            new[number] = self._engine.run(operation).answer.context.id
+        for operation in extended:
+            self._engine.run(operation)
         return new
 
     def _decode(self, nodes: list[Node], ids: list[str]) -> list[Growing | None]:

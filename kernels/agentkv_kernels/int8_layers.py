@@ -17,21 +17,13 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels.cpu_native import Modifiers, NewKV, calls_of
-from agentkv_kernels.int8_weights import Int8Products, Int8Weights, scratch_bytes
+from agentkv_kernels.int8_weights import Int8Products, Int8Weights, Norm, scratch_bytes
 from agentkv_kernels.plan import AttentionPlan
 from agentkv_kernels.quantise import KVScales
 
 _DECODER = struct.Struct("=12Q2d")
 """Decoder's fields of `int8_layers.c`."""
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class Norm(NamedTuple):
-    """An RMS norm (Zhang and Sennrich 2019)."""
-
-    weight: Tensor
-    """(width,) float32."""
-    epsilon: float
 
 
 class LayerParts(NamedTuple):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels import native
-from agentkv_kernels.int8_weights import GROUP, Int8Products, Int8Weights, round_rows
+from agentkv_kernels.int8_weights import GROUP, Int8Products, Int8Weights, Norm, round_rows
 
 LEVELS = [None, *native.available_levels()]
 
@@ -116,3 +116,24 @@ def test_rows_of_an_embedding_are_the_weights(level: str | None) -> None:
     weights = Int8Weights.pack(random(96, 128), library(level))
     tokens = torch.tensor([[95, 0], [33, 33]])
     assert torch.equal(weights.rows(tokens), weights.dequantised()[tokens])
+
+
+@pytest.mark.parametrize("level", native.available_levels())
+def test_native_rows_of_an_embedding_are_torchs(level: str) -> None:
+    """Catches a byte of another output or group, and a read behind the last output."""
+    weights = Int8Weights.pack(random(70, 192, seed=1), library(level))  # the last panel lacks 26
+    outputs = torch.tensor([[0, 31, 32], [69, 5, 64]])
+    products = Int8Products(library(level))
+    assert torch.equal(products.rows(outputs, weights), weights.rows(outputs))
+    assert bool(products.rows(torch.tensor([70, -1]), weights).isnan().all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_before_a_product(level: str | None) -> None:
+    """Catches a norm that is left out, or one whose epsilon or weight is another's."""
+    weights = Int8Weights.pack(random(40, 128, seed=1), library(level))
+    norm = Norm(random(128, seed=2), 0.5)
+    products, rows = Int8Products(library(level)), random(9, 128) * 0.3
+    found = products.linear(rows, weights, random(40, seed=3), norm)
+    expected = products.linear(norm.apply(rows), weights, random(40, seed=3))
+    assert distance(found, expected) < 1e-3  # a last bit may round to the other integer

@@ -129,14 +129,14 @@ static void quantise(const Rows *rows, int64_t num_rows, const float *values, co
     pool_run(quantise_rows, &rounding, num_rows, grain, num_threads);
 }
 
-/* out (num_rows, num_outputs) = values (num_rows, width) * weights + bias (num_outputs, or NULL).
- * `panel_bytes` lie between the beginnings of two panels. */
+/* out (num_rows, num_outputs) = norm(values) (num_rows, width) * weights + bias (num_outputs, or NULL).
+ * `norm` NULL: values as they are. `panel_bytes` lie between the beginnings of two panels. */
 EXPORT(void, int8_linear)
-(const float *values, int64_t num_rows, int64_t width, const uint8_t *weights, int64_t panel_bytes,
- const float *bias, float *out, int64_t num_outputs, uint8_t *scratch, int64_t num_threads) {
+(const float *values, int64_t num_rows, int64_t width, const float *norm, float epsilon, const uint8_t *weights,
+ int64_t panel_bytes, const float *bias, float *out, int64_t num_outputs, uint8_t *scratch, int64_t num_threads) {
     const Rows rows = rows_at(&scratch, num_rows, width);
     const Product product = {&rows, num_rows, weights, panel_bytes, bias, 0, out, num_outputs, num_threads};
-    quantise(&rows, num_rows, values, 0, 0.0f, num_threads);
+    quantise(&rows, num_rows, values, norm, epsilon, num_threads);
     multiply(&product);
 }
 
