@@ -113,7 +113,7 @@ def test_least_rows_leave_out_only_tokens_that_nothing_follows() -> None:
 
 
 def test_a_search_becomes_a_wave_a_step() -> None:
-    """Catches candidates that hang under the wrong parent, decode the wrong length, or lie apart."""
+    """Catches candidates under the wrong parent, of the wrong length, or that lie apart."""
     steps = [
         {"x": "1 2", "ys": [""], "new_ys": ["ab\n", "cde\n", "ab\n"]},
         {"x": "1 2", "ys": ["ab\n", "cde\n"], "new_ys": ["cde\nf\n", "ab\ngh\n"]},
