@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from agentkv.client.context_group import AsyncContextGroup, ContextGroup
     from agentkv.client.context_handle import ContextHandle
-    from agentkv.client.messages import SamplingOptions
     from agentkv.client.retry import RetryPolicy
+    from agentkv.client.sampling_options import SamplingOptions
     from agentkv.client.server_info import CountersInfo, LimitsInfo, ModelInfo, ServerInfo
     from agentkv.client.snapshot_info import RestoredContexts, SnapshotInfo
     from agentkv.client.streams import BranchStream, GenerateStream
@@ -87,8 +87,8 @@ _HOMES = {
     ),
     "agentkv.client.context_group": ("AsyncContextGroup", "ContextGroup"),
     "agentkv.client.context_handle": ("ContextHandle",),
-    "agentkv.client.messages": ("SamplingOptions",),
     "agentkv.client.retry": ("RetryPolicy",),
+    "agentkv.client.sampling_options": ("SamplingOptions",),
     "agentkv.client.server_info": ("CountersInfo", "LimitsInfo", "ModelInfo", "ServerInfo"),
     "agentkv.client.snapshot_info": ("RestoredContexts", "SnapshotInfo"),
     "agentkv.client.streams": ("BranchStream", "GenerateStream"),

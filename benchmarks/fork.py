@@ -2,7 +2,7 @@
 
     python -m benchmarks.fork [--json FILE] [--quick]
 
-`Engine.fork` is timed call by call on contexts of 1k, 16k and 128k tokens in turn, so that a busy
+`Contexts.fork` is timed call by call on contexts of 1k, 16k and 128k tokens in turn, so that a busy
 machine disturbs all lengths alike; what was forked is released between two rounds, not timed. The
 garbage collector stays on, as in service. Forks at the head, at the middle (the first such fork
 cuts the segment in two and is timed by itself), and 1,000 branches in one call. Blocks are
@@ -53,12 +53,12 @@ class Contexts:
         self.ids = {length: self._create(number, length) for number, length in enumerate(lengths)}
         self.blocks_taken = 0
         """Most blocks that were taken while branches lived."""
-        self._free = self.engine.pool_view().free
+        self._free = self.engine.observer.pool().free
 
     def fork(self, context_id: str, *, count: int = 1, at: int | None = None) -> float:
         """Times one call in seconds, and releases its branches."""
         start = time.perf_counter()
-        views = self.engine.fork(TENANT, context_id, count=count, at=at)
+        views = self.engine.contexts.fork(TENANT, context_id, count=count, at=at)
         seconds = time.perf_counter() - start
         self._let_go([view.id for view in views])
         return seconds
@@ -68,7 +68,7 @@ class Contexts:
         seconds, ids = [], []
         for _ in range(num_forks):
             start = time.perf_counter()
-            views = self.engine.fork(TENANT, context_id, at=at)
+            views = self.engine.contexts.fork(TENANT, context_id, at=at)
             seconds.append(time.perf_counter() - start)
             ids.append(views[0].id)
         self._let_go(ids)
@@ -77,12 +77,12 @@ class Contexts:
     def _let_go(self, ids: Sequence[str]) -> None:
         """Sees what the branches cost, lets a step do what they left to it, and releases them."""
         self.engine.step()
-        self.blocks_taken = max(self.blocks_taken, self._free - self.engine.pool_view().free)
-        self.engine.release(TENANT, ids)
+        self.blocks_taken = max(self.blocks_taken, self._free - self.engine.observer.pool().free)
+        self.engine.contexts.release(TENANT, ids)
 
     def _create(self, number: int, length: int) -> str:
         token_ids = [(position * 7 + number) % VOCAB_SIZE for position in range(length)]
-        return self.engine.run(self.engine.create(TENANT, token_ids)).answer.context.id
+        return self.engine.run(self.engine.contexts.create(TENANT, token_ids)).answer.context.id
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def measure(plan: Plan) -> Report:
     heads: dict[int, list[float]] = {length: [] for length in plan.lengths}
     middles: dict[int, list[float]] = {length: [] for length in plan.lengths}
     anchors = [
-        contexts.engine.fork(TENANT, context_id, at=length // 2)[0]
+        contexts.engine.contexts.fork(TENANT, context_id, at=length // 2)[0]
         for length, context_id in contexts.ids.items()
     ]  # while one lives the cut stays, as it does once a tree has branched there
     for number in range(plan.num_rounds + 1):
@@ -115,7 +115,7 @@ def measure(plan: Plan) -> Report:
         1e3 * contexts.fork(contexts.ids[longest], count=NUM_BRANCHES)
         for _ in range(plan.num_calls + 1)
     ][1:]
-    contexts.engine.release(TENANT, [anchor.id for anchor in anchors])
+    contexts.engine.contexts.release(TENANT, [anchor.id for anchor in anchors])
     results = [
         *(_timed(f"at the head of {n}", "median fork", "us", heads[n]) for n in plan.lengths),
         *(_timed(f"at the middle of {n}", "median fork", "us", middles[n]) for n in plan.lengths),

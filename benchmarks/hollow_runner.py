@@ -42,8 +42,9 @@ class HollowRunner:
         """Bytes of KV that the copies asked for would have moved."""
         return sum(copy.num_tokens for copy in self.copies) * BYTES_PER_TOKEN
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None]) -> StepResult:
         """Answers in the order of the batch."""
+        meanwhile()
         self.copies += batch.copies
         return StepResult(
             tuple(Sampled(sample.position % VOCAB_SIZE, None) for sample in batch.samples),

@@ -106,9 +106,9 @@ def _profile(
 ) -> Iterator[Result]:
     """Decodes with so many branches; gives the whole step's time, then each part's."""
     tokens = [(7 * index) % 20_000 + 100 for index in range(options.prefix)]
-    root = engine.run(engine.create(TENANT, tokens)).answer.context
+    root = engine.run(engine.contexts.create(TENANT, tokens)).answer.context
     params = SamplingParams(max_tokens=options.steps + 9, ignore_eos=True)
-    generation = engine.generate_branches(TENANT, root.id, rows, params)
+    generation = engine.inference.generate_branches(TENANT, root.id, rows, params)
     steps: list[dict[str, float]] = []
     while not generation.is_done:
         watch.seconds.clear()
@@ -116,7 +116,7 @@ def _profile(
             engine.step()
         generation.take_news()
         steps.append(dict(watch.seconds))
-    engine.release(TENANT, [root.id], recursive=True)
+    engine.contexts.release(TENANT, [root.id], recursive=True)
     steps = steps[4 : 4 + options.steps]
     workload = f"{rows} rows over {options.prefix}"
     label = engine.facts.weights

@@ -38,6 +38,7 @@ from agentkv.engine.mask_maker import MaskMaker
 from agentkv.model.loader import LoadedModel, load_model
 from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
+from agentkv_kernels.native import load_native
 from benchmarks.report import Report, Result, Target, parser_for
 
 TENANT: Final = "tenant"
@@ -134,7 +135,7 @@ def measure(engine: Engine, logits: Tensor, plan: Plan) -> Report:
     steps = _steps(engine, plan.num_steps)
     cases = {name: _samples(logits.shape[1], options) for name, options in OPTIONS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    sampler = Sampler()
+    sampler = Sampler(load_native())
     with torch.inference_mode():
         for number in range(plan.num_rounds + 1):
             for name, samples in cases.items():  # in turn: a busy machine disturbs all alike
@@ -168,7 +169,7 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
     """Times steps of branches that decode greedily, in milliseconds."""
     root = _context(engine)
     params = SamplingParams(max_tokens=num_steps + 8, ignore_eos=True)
-    operation = engine.generate_branches(TENANT, root, NUM_BRANCHES, params)
+    operation = engine.inference.generate_branches(TENANT, root, NUM_BRANCHES, params)
     for _ in range(4):
         engine.step()
     taken = [1e3 * _timed(engine.step) for _ in range(num_steps)]
@@ -178,7 +179,7 @@ def _steps(engine: Engine, num_steps: int) -> list[float]:
 
 def _context(engine: Engine) -> str:
     token_ids = [7 * position % 90 for position in range(200)]
-    return engine.run(engine.create(TENANT, token_ids)).answer.context.id
+    return engine.run(engine.contexts.create(TENANT, token_ids)).answer.context.id
 
 
 def _logits(loaded: LoadedModel) -> Tensor:
@@ -212,7 +213,7 @@ def _samples(vocab_size: int, options: dict[str, Any]) -> list[Sample]:
 def _constrained(engine: Engine, logits: Tensor, num_rounds: int) -> list[float]:
     """Times masks, sampler and matchers of 16 branches under a schema, in milliseconds."""
     grammar = engine.grammars.compile(SCHEMA)
-    masks, sampler, taken = MaskMaker(), Sampler(), list[float]()
+    masks, sampler, taken = MaskMaker(), Sampler(load_native()), list[float]()
     params = SamplingParams()
     for number in range(num_rounds + 1):
         matchers = [_matcher(grammar, number + row) for row in range(NUM_BRANCHES)]

@@ -123,14 +123,14 @@ def generate(engine: Engine, workload: str, count: int, max_tokens: int, drafts:
     contexts = []
     for number in range(count):
         tokens = engine.tokenizer.encode(WORKLOADS[workload].format(number))
-        contexts.append(engine.run(engine.create(TENANT, tokens)).answer.context.id)
+        contexts.append(engine.run(engine.contexts.create(TENANT, tokens)).answer.context.id)
     begin = time.perf_counter()
-    streams = [engine.generate(TENANT, context, params) for context in contexts]
+    streams = [engine.inference.generate(TENANT, context, params) for context in contexts]
     while engine.has_work:
         engine.step()
     seconds = time.perf_counter() - begin
     said = [_said(stream) for stream in streams]
-    engine.release(TENANT, contexts)
+    engine.contexts.release(TENANT, contexts)
     return Run(
         seconds,
         tuple(tokens for tokens, _ in said),

@@ -57,36 +57,38 @@ class Sessions:
     def play(self) -> None:
         """Plays one session; releases an old one when too many live."""
         system = self._random.choice(self._systems)
-        created = self._engine.create(TENANT, [*system, *self._tokens(100, 750)])
+        created = self._engine.contexts.create(TENANT, [*system, *self._tokens(100, 750)])
         self._run(created)
         session = [created.answer.context.id]
         self._living.append(session)
         for _ in range(self._random.randint(4, 10)):
             if self._random.random() < 0.5:
-                self._run(self._engine.extend(TENANT, session[-1], self._tokens(20, 300)))
+                self._run(self._engine.contexts.extend(TENANT, session[-1], self._tokens(20, 300)))
             else:
                 self._branch(session)
         if len(self._living) > self._most_living:
             old = self._living.pop(self._random.randrange(len(self._living)))
-            self._engine.release(TENANT, old)
+            self._engine.contexts.release(TENANT, old)
 
     def _branch(self, session: list[str]) -> None:
         """Generates on branches of the last context of a session; one of them lives on."""
         at = None
         if self._random.random() < 0.3:
-            length = self._engine.get(TENANT, session[-1]).length
+            length = self._engine.observer.get(TENANT, session[-1]).length
             at = self._random.randint(length // 2, length)
-        views = self._engine.fork(TENANT, session[-1], count=self._random.randint(2, 8), at=at)
+        views = self._engine.contexts.fork(
+            TENANT, session[-1], count=self._random.randint(2, 8), at=at
+        )
         params = [SamplingParams(max_tokens=self._random.randint(16, 400)) for _ in views]
         self._run(
             *(
-                self._engine.generate(TENANT, view.id, each)
+                self._engine.inference.generate(TENANT, view.id, each)
                 for view, each in zip(views, params, strict=True)
             )
         )
         ids = [view.id for view in views]
         kept = ids.pop(self._random.randrange(len(ids)))
-        self._engine.release(TENANT, ids)
+        self._engine.contexts.release(TENANT, ids)
         session.append(kept)
 
     def _run(self, *operations: Operation) -> None:
@@ -94,7 +96,7 @@ class Sessions:
             self._engine.step()
             if not self._has_cache:
                 self._engine.flush_cache()
-            self.waste.append(self._engine.pool_view().waste)
+            self.waste.append(self._engine.observer.pool().waste)
         assert not any(operation.error for operation in operations)
 
     def _tokens(self, least: int, most: int) -> list[int]:

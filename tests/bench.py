@@ -63,6 +63,7 @@ class Bench:
         quotas: QuotasConfig | None = None,
         end_token_ids: Sequence[int] = (),
         pieces: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
         draft: int = 0,
         propose: Propose = look_up,
     ) -> None:
@@ -92,7 +93,7 @@ class Bench:
             clock=lambda: self.now,
             quotas=quotas,
             end_token_ids=end_token_ids,
-            tokenizer=make_tokenizer(pieces) if pieces else shared_tokenizer(),
+            tokenizer=tokenizer or (make_tokenizer(pieces) if pieces else shared_tokenizer()),
             timer=lambda: self.now,
             propose=propose,
         )
@@ -108,22 +109,22 @@ class Bench:
     def created(self, tokens: Sequence[int], *, pinned: bool = False) -> Committed:
         """Creates a context; returns the whole answer."""
         lease = PINNED if pinned else RETAINED
-        return self.run(self.engine.create(TENANT, tokens, lease=lease)).answer
+        return self.run(self.engine.contexts.create(TENANT, tokens, lease=lease)).answer
 
     def fork(self, context_id: str, count: int = 1, at: int | None = None) -> list[str]:
         """Forks; no step is run."""
-        views = self.engine.fork(TENANT, context_id, count=count, at=at)
+        views = self.engine.contexts.fork(TENANT, context_id, count=count, at=at)
         self.audit()
         return [view.id for view in views]
 
     def extend(self, context_id: str, tokens: Sequence[int]) -> Committed:
         """Extends and computes."""
-        return self.run(self.engine.extend(TENANT, context_id, tokens)).answer
+        return self.run(self.engine.contexts.extend(TENANT, context_id, tokens)).answer
 
     def start(self, context_id: str, max_tokens: int, **options: Any) -> Generation:
         """Begins to generate; no step is run."""
         params = SamplingParams(max_tokens=max_tokens, **options)
-        return self.engine.generate(TENANT, context_id, params)
+        return self.engine.inference.generate(TENANT, context_id, params)
 
     def generate(self, context_id: str, max_tokens: int, **options: Any) -> list[int]:
         """Generates to the end; returns the tokens."""
@@ -135,23 +136,23 @@ class Bench:
 
     def score(self, context_id: str, continuations: Sequence[Sequence[int]]) -> Scores:
         """Scores continuations."""
-        return self.run(self.engine.score(TENANT, context_id, continuations)).answer
+        return self.run(self.engine.inference.score(TENANT, context_id, continuations)).answer
 
     def truncate(self, context_id: str, length: int) -> ContextView:
         """Truncates."""
-        view = self.engine.truncate(TENANT, context_id, length)
+        view = self.engine.contexts.truncate(TENANT, context_id, length)
         self.audit()
         return view
 
     def release(self, *context_ids: str, recursive: bool = False) -> Released:
         """Releases."""
-        released, _ = self.engine.release(TENANT, context_ids, recursive=recursive)
+        released, _ = self.engine.contexts.release(TENANT, context_ids, recursive=recursive)
         self.audit()
         return released
 
     def park(self, context_id: str) -> ContextView:
         """Parks a context and lets its KV leave."""
-        self.engine.update_lease(TENANT, context_id, PARK)
+        self.engine.contexts.update_lease(TENANT, context_id, PARK)
         self.step()
         return self.view(context_id)
 
@@ -205,7 +206,7 @@ class Bench:
     def end(self) -> None:
         """Releases and flushes everything: the pool must be whole and the tree empty."""
         self.drain()
-        page = self.engine.list(TENANT, page_size=100_000)
+        page = self.engine.observer.list(TENANT, page_size=100_000)
         self.release(*(view.id for view in page.contexts))
         self.engine.flush_cache()
         self.audit()
@@ -220,7 +221,7 @@ class Bench:
     @property
     def pool_view(self) -> PoolView:
         """The pool as observers see it."""
-        return self.engine.pool_view()
+        return self.engine.observer.pool()
 
     @property
     def live(self) -> int:
@@ -239,7 +240,7 @@ class Bench:
 
     def view(self, context_id: str) -> ContextView:
         """The context as its owner sees it."""
-        return self.engine.get(TENANT, context_id)
+        return self.engine.observer.get(TENANT, context_id)
 
     def length(self, context_id: str) -> int:
         """Committed tokens."""
@@ -247,7 +248,7 @@ class Bench:
 
     def tokens(self, context_id: str) -> list[int]:
         """The committed tokens of a context."""
-        return list(self.engine.tokens(TENANT, context_id))
+        return list(self.engine.observer.tokens(TENANT, context_id))
 
     def blocks(self, context_id: str) -> list[int]:
         """The blocks along a context's path, each once, in order."""

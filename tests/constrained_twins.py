@@ -108,17 +108,17 @@ class ConstrainedTwins:
             self._check_twin(run, branch)
         self._engine.check()
         everything = {run.context_id for run in runs} | {branch.context_id for _, branch in pairs}
-        self._engine.release(TENANT, sorted(everything))
+        self._engine.contexts.release(TENANT, sorted(everything))
         self._num_branches += len(pairs)
 
     def _begin(self, number: int) -> _Run:
         random = Random(number)
         schema = random_schema(random)
         prompt = [random.randint(3, 250) for _ in range(random.randint(1, 20))]
-        create = self._engine.run(self._engine.create(TENANT, prompt))
+        create = self._engine.run(self._engine.contexts.create(TENANT, prompt))
         context_id = create.answer.context.id
         grammar = self._engine.grammars.compile(JsonSchema(schema))
-        operation = self._engine.generate(
+        operation = self._engine.inference.generate(
             TENANT, context_id, self._params(number, MAX_TOKENS), grammar=grammar
         )
         fork_after = random.randint(1, 20)
@@ -138,10 +138,10 @@ class ConstrainedTwins:
 
     def _fork(self, run: _Run, at: int | None) -> _Run:
         """Goes on from a position, or from the last committed token of one that runs."""
-        (view,) = self._engine.fork(TENANT, run.context_id, at=at)
+        (view,) = self._engine.contexts.fork(TENANT, run.context_id, at=at)
         parent = self._engine._store.get(TENANT, run.context_id)
         self._engine._store.get(TENANT, view.id).ordinal = parent.ordinal
-        operation = self._engine.generate(
+        operation = self._engine.inference.generate(
             TENANT, view.id, self._params(run.seed, MAX_TOKENS), grammar=Continued()
         )
         return _Run(run.schema, run.seed, run.prompt, view.id, operation, -1, view.length)

@@ -144,8 +144,9 @@ class FakeModelRunner:
         self.reads_at_once: Callable[[Place], bool] = lambda place: True
         """Tells whose reading ends by the next step, rather than once somebody waits for it."""
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Copies, writes, reads and answers, in that order."""
+        meanwhile()
         self.batches.append(batch)
         self.before_step(batch)
         self._copy(batch.copies)

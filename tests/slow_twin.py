@@ -172,14 +172,14 @@ class TwinBench:
 
     def create(self, tokens: Sequence[int], *, logprobs: bool = False) -> Commit:
         """Begins to create a context."""
-        operation = self.engine.create(TENANT, tokens, logprobs=logprobs)
+        operation = self.engine.contexts.create(TENANT, tokens, logprobs=logprobs)
         self._begin(operation, _Pending(None, [], [list(tokens)]))
         return operation
 
     def fork(self, parent: str, *, count: int = 1, at: int | None = None) -> list[str]:
         """Forks; asserts that it costs no block."""
         before = self.engine.view()
-        views = self.engine.fork(TENANT, parent, count=count, at=at)
+        views = self.engine.contexts.fork(TENANT, parent, count=count, at=at)
         after = self.engine.view()
         assert after.pool.free == before.pool.free, "a fork takes no block"
         assert after.computed_tokens == before.computed_tokens
@@ -189,7 +189,7 @@ class TwinBench:
 
     def extend(self, context_id: str, tokens: Sequence[int], *, logprobs: bool = False) -> Commit:
         """Begins to extend an idle context."""
-        operation = self.engine.extend(TENANT, context_id, tokens, logprobs=logprobs)
+        operation = self.engine.contexts.extend(TENANT, context_id, tokens, logprobs=logprobs)
         before = list(self.tokens[context_id])
         self._begin(operation, _Pending(context_id, before, [list(tokens)]))
         return operation
@@ -197,7 +197,7 @@ class TwinBench:
     def generate(self, context_id: str, max_tokens: int, **options: Any) -> Generation:
         """Begins to generate on an idle context, greedily unless the options say otherwise."""
         params = _reporting(max_tokens, options)
-        operation = self.engine.generate(TENANT, context_id, params)
+        operation = self.engine.inference.generate(TENANT, context_id, params)
         branch = _Branch(context_id, list(self.tokens[context_id]))
         self._begin(operation, _Pending(None, [], [], [branch], params.is_greedy))
         return operation
@@ -207,26 +207,26 @@ class TwinBench:
     ) -> Generation:
         """Begins to generate on new branches of a context."""
         params = _reporting(max_tokens, options)
-        operation = self.engine.generate_branches(TENANT, parent, count, params, at=at)
+        operation = self.engine.inference.generate_branches(TENANT, parent, count, params, at=at)
         before = self.tokens[parent][:at]
         self._begin(operation, _Pending(None, before, [], is_greedy=params.is_greedy))
         return operation
 
     def score(self, context_id: str, continuations: Sequence[Sequence[int]]) -> Scoring:
         """Begins to score continuations of a context."""
-        operation = self.engine.score(TENANT, context_id, continuations)
+        operation = self.engine.inference.score(TENANT, context_id, continuations)
         before = list(self.tokens[context_id])
         self._begin(operation, _Pending(None, before, [list(each) for each in continuations]))
         return operation
 
     def truncate(self, context_id: str, length: int) -> None:
         """Truncates an idle context."""
-        self.engine.truncate(TENANT, context_id, length)
+        self.engine.contexts.truncate(TENANT, context_id, length)
         del self.tokens[context_id][length:]
 
     def release(self, context_id: str) -> None:
         """Releases a context; what runs on it must end with CONTEXT_RELEASED."""
-        _, ended = self.engine.release(TENANT, [context_id])
+        _, ended = self.engine.contexts.release(TENANT, [context_id])
         del self.tokens[context_id]
         self._take(ended)
 

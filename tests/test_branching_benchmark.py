@@ -113,7 +113,7 @@ def test_least_rows_leave_out_only_tokens_that_nothing_follows() -> None:
 
 
 def test_a_search_becomes_a_wave_a_step() -> None:
-    """Catches candidates that hang under the wrong parent or decode the wrong length."""
+    """Catches candidates that hang under the wrong parent, decode the wrong length, or lie apart."""
     steps = [
         {"x": "1 2", "ys": [""], "new_ys": ["ab\n", "cde\n", "ab\n"]},
         {"x": "1 2", "ys": ["ab\n", "cde\n"], "new_ys": ["cde\nf\n", "ab\ngh\n"]},
@@ -121,7 +121,7 @@ def test_a_search_becomes_a_wave_a_step() -> None:
     job = game24_job([{"steps": steps, "ys": ["ab\ngh\n"]}], 0, letters, SALT)
     assert job.waves[0][0].given[0] == SALT and job.num_prepared == 1
     shapes = [[(node.parent, node.decode) for node in wave] for wave in job.waves[1:]]
-    assert shapes == [[(0, 3), (0, 4), (0, 3)], [(2, 2), (1, 3)]]
+    assert shapes == [[(0, 3), (0, 3), (0, 4)], [(1, 3), (3, 2)]]
 
 
 def test_going_back_forks_where_the_search_went_back_to() -> None:

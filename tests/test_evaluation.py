@@ -146,7 +146,7 @@ def test_every_session_ends_and_the_pool_is_whole(policy: Policy, tmp_path: Path
     assert simulated.player.num_reserved == 0
     simulated.engine.check()
     simulated.engine.flush_cache()
-    assert simulated.engine.pool_view().free == 64
+    assert simulated.engine.observer.pool().free == 64
 
 
 @pytest.mark.parametrize("policy", CONTESTANTS, ids=str)

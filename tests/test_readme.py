@@ -103,7 +103,7 @@ def test_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
             for code in examples:
                 local = code.replace("127.0.0.1:50051", server.address)
                 await asyncio.to_thread(exec, compile(local, "README.md", "exec"), {})
-        assert engine.pool_view().live == 0, "an example left contexts behind"
+        assert engine.observer.pool().live == 0, "an example left contexts behind"
 
     asyncio.run(scenario())
     said = capsys.readouterr().out.splitlines()

@@ -23,8 +23,8 @@ from agentkv.client.messages import (
     ChatTurn,
     Continuation,
     Lease,
-    SamplingOptions,
 )
+from agentkv.client.sampling_options import SamplingOptions
 from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.usage_info import UsageInfo
 from agentkv.client.values import (

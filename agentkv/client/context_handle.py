@@ -19,8 +19,8 @@ from agentkv.client.messages import (
     ChatTurn,
     Continuation,
     Lease,
-    SamplingOptions,
 )
+from agentkv.client.sampling_options import SamplingOptions
 from agentkv.client.snapshot_info import SnapshotInfo
 from agentkv.client.streams import BranchStream, GenerateStream
 from agentkv.client.usage_info import UsageInfo

@@ -9,9 +9,9 @@ from agentkv.client import messages, replies
 from agentkv.client.accumulate import BranchRecord
 from agentkv.client.completion import BranchFinish, Chunk, Completion
 from agentkv.client.handle_state import HandleState
-from agentkv.client.messages import SamplingOptions
 from agentkv.client.operation import Operation
 from agentkv.client.retry import Attempts
+from agentkv.client.sampling_options import SamplingOptions
 from agentkv.client.stream_state import OpenStream, StreamState
 from agentkv.v1 import agentkv_pb2 as pb
 

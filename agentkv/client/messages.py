@@ -1,27 +1,23 @@
 """Requests of the wire from arguments of the SDK.
 
 It owns which arguments go together and refuses what no message can carry; ranges that depend on
-the server or the model are checked there. Sampling options are checked by `SamplingParams`.
+the server or the model are checked there. What a generation takes is `sampling_options`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Final, NamedTuple
 
 from agentkv.client import replies
-from agentkv.client.values import LeaseMode, LeaseOptions
-from agentkv.constraint import (
-    Choices,
-    Constraint,
-    Continued,
-    JsonSchema,
-    Lark,
-    Regex,
-    Tool,
-    Tools,
+from agentkv.client.sampling_options import (
+    SamplingOptions,
+    constraint_message,
+    sampling_message,
+    tool_message,
 )
+from agentkv.client.values import LeaseMode, LeaseOptions
+from agentkv.constraint import Tool
 from agentkv.errors import InvalidRequest
-from agentkv.sampling_params import SamplingParams
 from agentkv.v1 import agentkv_pb2 as pb
 
 ChatTurn = Mapping[str, str]
@@ -45,37 +41,6 @@ class ChatOptions(NamedTuple):
     """Whether the last message, an assistant's, stays open."""
     tools: Sequence[Tool] = ()
     """What the template shows the model as callable."""
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Options of a generation, by name; `SamplingParams` says what each means and its default."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    typical_p: float | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    penalize_prompt: bool
-    logit_bias: Mapping[int, float]
-    """What is added to the logits of tokens, by token id."""
-    allowed_token_ids: Sequence[int]
-    banned_token_ids: Sequence[int]
-    min_tokens: int
-    seed: int | None
-    stop: str | Sequence[str]
-    """One text, or several."""
-    include_stop: bool
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: bool
-    constraint: Constraint | None
-    """What the text must match; None: nothing."""
-    top_logprobs: int
-    num_speculative_tokens: int | None
 
 
 def create(
@@ -196,10 +161,12 @@ def extend(
 
 def generate(context_id: str, options: SamplingOptions) -> pb.GenerateRequest:
     """Builds a Generate request; the expected length is set when it is sent."""
-    sampling = _sampling(options)
     with _refusing_bad_values():
-        constraint = _constraint(options.get("constraint"))
-        return pb.GenerateRequest(context_id=context_id, sampling=sampling, constraint=constraint)
+        return pb.GenerateRequest(
+            context_id=context_id,
+            sampling=sampling_message(options),
+            constraint=constraint_message(options.get("constraint")),
+        )
 
 
 def generate_branches(
@@ -210,15 +177,14 @@ def generate_branches(
     options: SamplingOptions,
 ) -> pb.GenerateBranchesRequest:
     """Builds a GenerateBranches request."""
-    sampling = _sampling(options)
     with _refusing_bad_values():
         return pb.GenerateBranchesRequest(
             context_id=context_id,
             count=count,
             at=at,
-            sampling=sampling,
+            sampling=sampling_message(options),
             labels=labels,
-            constraint=_constraint(options.get("constraint")),
+            constraint=constraint_message(options.get("constraint")),
         )
 
 
@@ -266,47 +232,6 @@ def get_usage(context_id: str | None, root_id: str | None) -> pb.GetUsageRequest
         return pb.GetUsageRequest()
 
 
-def _sampling(options: SamplingOptions) -> pb.SamplingOptions:
-    given: dict[str, Any] = dict(options)
-    given.pop("constraint", None)
-    stop = options.get("stop", ())
-    # A text is a sequence of texts as well, of one letter each, which nobody means.
-    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-        given[name] = tuple(given.get(name, ()))
-    given["logit_bias"] = tuple(options.get("logit_bias", {}).items())
-    params = SamplingParams(**given)
-    # What was not given is not sent: an older server may not know it.
-    sent = {name: getattr(params, name) for name in options if name != "constraint"}
-    if "logit_bias" in sent:
-        sent["logit_bias"] = dict(params.logit_bias)
-    with _refusing_bad_values():
-        return pb.SamplingOptions(**sent)
-
-
-def _constraint(constraint: Constraint | None) -> pb.Constraint | None:
-    match constraint:
-        case JsonSchema():
-            return pb.Constraint(json_schema=constraint.text)
-        case Regex():
-            return pb.Constraint(regex=constraint.pattern)
-        case Lark():
-            return pb.Constraint(grammar=constraint.grammar)
-        case Choices():
-            return pb.Constraint(choices=pb.Choices(texts=constraint.texts))
-        case Tools():
-            tools = [_tool(tool) for tool in constraint.tools]
-            return pb.Constraint(tools=pb.Tools(tools=tools, choice=constraint.choice))
-        case Continued():
-            return pb.Constraint(continued=True)
-        case None:
-            return None
-    raise InvalidRequest(
-        f"A constraint is JsonSchema, Regex, Lark, Choices, Tools or Continued, not "
-        f"{type(constraint).__name__}."
-    )
-
-
 def _chat(messages: Sequence[ChatTurn], options: ChatOptions) -> pb.ChatMessages:
     for number, turn in enumerate(messages):
         if set(turn) != {"role", "content"}:
@@ -320,12 +245,8 @@ def _chat(messages: Sequence[ChatTurn], options: ChatOptions) -> pb.ChatMessages
             options.add_generation_prompt and not options.continue_final_message
         ),
         continue_final_message=options.continue_final_message,
-        tools=[_tool(tool) for tool in options.tools],
+        tools=[tool_message(tool) for tool in options.tools],
     )
-
-
-def _tool(tool: Tool) -> pb.Tool:
-    return pb.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
 
 
 def _continuation(item: Continuation) -> pb.Continuation:

@@ -7,6 +7,7 @@ gives way. What leaves goes to the host, or is recomputed at its next use: `evic
 """
 
 import math
+from enum import Enum
 
 from agentkv.core.block_writes import forgo_copy, plan_writes, settle
 from agentkv.core.context import Context
@@ -16,6 +17,15 @@ from agentkv.core.request import Request, RequestStatus
 from agentkv.core.request_queues import RequestQueues
 from agentkv.core.segment import Hold
 from agentkv.errors import PoolExhausted
+
+
+class Wait(Enum):
+    """What a request that could run waits for."""
+
+    BLOCKS = "blocks"
+    """Blocks of the pool: those that come after it wait as well."""
+    QUOTA = "quota"
+    """Blocks that other requests of its tenant have: other tenants need not wait with it."""
 
 
 class Admission:
@@ -40,29 +50,25 @@ class Admission:
             PoolExhausted: It could not: the pool or the tenant's quota is too small, or too much
                 of it is pinned; or the tenant has used up its block-seconds.
         """
-        need, tenant = self._num_needed(request), request.context.tenant
-        if need and self._quotas.is_spent(tenant):
-            raise self._quotas.refuse_spent(tenant, need)
-        lacking_quota = need - self._quota_room(request, Hold.PINNED)
-        lacking = max(need - self._room(request, Hold.PINNED), lacking_quota)
-        if lacking <= 0:
-            return False
-        if lacking == 1 and forgo_copy(self._tree, request.context.tail):
-            return True
-        if lacking_quota > 0:
-            raise self._over_quota(request, need)
-        raise self._exhausted(request, need)
+        return self._require_possible(request, self._num_needed(request))
 
-    def waits_for_quota(self, request: Request) -> bool:
-        """Whether a waiting request needs blocks that other requests of its tenant have.
+    def reason_to_wait(self, request: Request) -> Wait | None:
+        """Says why a waiting request cannot start now; None if its blocks can all be had.
 
-        Others need not wait for it.
+        They can be had beside what others were promised. Counted are copy-on-write, and the block
+        the first sampled token will be written to.
+
+        Raises:
+            PoolExhausted: See `require_possible`.
         """
-        need, tenant = self._num_needed(request), request.context.tenant
-        promised = sum(
-            other.num_promised for other in self._queues.running if other.context.tenant == tenant
-        )
-        return need + promised > self._quota_room(request, Hold.FIRM)
+        need = self._num_needed(request)
+        while self._require_possible(request, need):
+            need = self._num_needed(request)
+        return self._wait(request, need)
+
+    def could_start(self, request: Request) -> bool:
+        """Whether a waiting request has no reason to wait, were it possible; refuses nobody."""
+        return self._wait(request, self._num_needed(request)) is None
 
     def is_within_quota(self, request: Request, num_blocks: int) -> bool:
         """Whether a request's tenant may hold `num_blocks` more now."""
@@ -73,21 +79,6 @@ class Admission:
         if limit is not None and self._tree.root(tenant).held_below[Hold.KV] + num_blocks > limit:
             return False
         return not self._quotas.is_spent(tenant)
-
-    def may_start(self, request: Request) -> bool:
-        """Whether a waiting request's blocks can all be had now, beside what others were promised.
-
-        Counts copy-on-write, and the block the first sampled token will be written to.
-        """
-        need = self._num_needed(request)
-        promised = sum(other.num_promised for other in self._queues.running)
-        ahead = 0
-        if self._queues.running and request.params is not None:
-            ahead = int(request.params.max_tokens > 1)
-        if need + ahead + promised > self._room(request, Hold.FIRM):
-            return False
-        request.num_promised = need
-        return True
 
     def make_room(self, request: Request, num_blocks: int) -> bool:
         """Makes `num_blocks` to be had for a request, by cache and idle contexts alone.
@@ -107,6 +98,34 @@ class Admission:
             if evict(self._tree, num_blocks):
                 return True
         return False
+
+    def _require_possible(self, request: Request, need: int) -> bool:
+        tenant = request.context.tenant
+        if need and self._quotas.is_spent(tenant):
+            raise self._quotas.refuse_spent(tenant, need)
+        lacking_quota = need - self._quota_room(request, Hold.PINNED)
+        lacking = max(need - self._room(request, Hold.PINNED), lacking_quota)
+        if lacking <= 0:
+            return False
+        if lacking == 1 and forgo_copy(self._tree, request.context.tail):
+            return True
+        if lacking_quota > 0:
+            raise self._over_quota(request, need)
+        raise self._exhausted(request, need)
+
+    def _wait(self, request: Request, need: int) -> Wait | None:
+        tenant, running = request.context.tenant, self._queues.running
+        mine = sum(other.num_promised for other in running if other.context.tenant == tenant)
+        if need + mine > self._quota_room(request, Hold.FIRM):
+            return Wait.QUOTA
+        promised = sum(other.num_promised for other in running)
+        ahead = 0
+        if running and request.params is not None:
+            ahead = int(request.params.max_tokens > 1)
+        if need + ahead + promised > self._room(request, Hold.FIRM):
+            return Wait.BLOCKS
+        request.num_promised = need
+        return None
 
     def _idle(self, tenant: str | None) -> list[Context]:
         """Lists idle contexts, of one tenant or all, in the order in which they give way."""

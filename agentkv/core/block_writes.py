@@ -12,6 +12,7 @@ from agentkv.core import prefix_match
 from agentkv.core.batch import BlockCopy
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.segment import Hold, Segment
+from agentkv.core.tree_shape import rehang
 
 
 class SegmentWrite(NamedTuple):
@@ -50,11 +51,11 @@ def settle(tree: ContextTree, tail: Segment) -> None:
         boundary = node.start - node.start % tree.block_size
         if boundary < node.start and not node.blocks:
             if node.away:  # its first block away holds the few tokens above as well
-                tree.rehang(node, boundary)
+                rehang(tree, node, boundary)
             elif not _share_away(tree, node, boundary) and computed <= boundary:
                 # The block above has nothing to copy yet: this branch computes those few tokens in
                 # a block of its own rather than wait until another one can be copied.
-                tree.rehang(node, boundary)
+                rehang(tree, node, boundary)
         node = node.parent
 
 
@@ -95,7 +96,7 @@ def forgo_copy(tree: ContextTree, tail: Segment) -> bool:
                 return False
             computed = tree.num_computed(node)
             tree.strip(node, node.start)
-            tree.rehang(node, computed - computed % tree.block_size)
+            rehang(tree, node, computed - computed % tree.block_size)
             return True
         node = node.parent
     return False
@@ -186,7 +187,7 @@ def _share_away(tree: ContextTree, segment: Segment, boundary: int) -> bool:
     place, kept_end = lister.away[-1], lister.kept_end
     tree.lower.acquire(place)
     tree.lower.relist(lister)
-    tree.rehang(segment, boundary)
+    rehang(tree, segment, boundary)
     tree.lower.set_away(segment, [place], kept_end)
     prefix_match.index(segment, tree.block_size)
     return True
@@ -199,7 +200,7 @@ def _copy_block(tree: ContextTree, segment: Segment, block_ids: list[int]) -> Bl
     source = _source(segment).blocks[-1]
     tree.pool.guard(source)  # before anything below can give it back
     tree.strip(segment, segment.start)
-    tree.rehang(segment, boundary)
+    rehang(tree, segment, boundary)
     tree.residency.grow(segment, block_ids)
     tree.residency.set_computed(segment, computed)
     return BlockCopy(source, block_ids[0], computed - boundary)

@@ -1,26 +1,22 @@
-"""All contexts by handle: create, fork, truncate, release, and what an observer sees.
+"""All contexts by handle: create, fork, truncate, release.
 
 It owns handles, tenants and lineage. It starts no computation and knows no request beyond the
-fact that one may be changing a context.
+fact that one may be changing a context. What an observer sees of them is `observer`'s affair.
 """
 
 import itertools
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from agentkv.config import LimitsConfig, QuotasConfig
 from agentkv.core.bill import Bill
-from agentkv.core.block_move import LOWER_TIERS, Tier
 from agentkv.core.context import Context
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.lease import Lease, LeaseMode
 from agentkv.core.ledger import Ledger
 from agentkv.core.quotas import Quotas
 from agentkv.core.segment import Hold, Segment
-from agentkv.core.usage_view import UsageView
-from agentkv.core.views import ContextView, Residency
+from agentkv.core.store_audit import check_store
 from agentkv.core.watch import ChangeKind, WatchHub
 from agentkv.errors import (
     ContextBusy,
@@ -32,22 +28,6 @@ from agentkv.errors import (
 
 _ORDINAL_STEP = 1_000_003  # a prime: children of different parents get different streams
 _ORDINAL_RANGE = 1 << 64
-
-
-class ContextPage(NamedTuple):
-    """Part of a list."""
-
-    contexts: tuple[ContextView, ...]
-    next_page_token: str
-    """Continues the list; empty at its end."""
-
-
-class _PathBlocks(NamedTuple):
-    private: int
-    """Held by this context alone."""
-    shared: int
-    reclaimable: int
-    """Those of both that no running request and no pin holds."""
 
 
 class ContextStore:
@@ -73,7 +53,8 @@ class ContextStore:
         self._new_id = new_id
         self._contexts: dict[str, Context] = {}
         self._num_per_tenant: dict[str, int] = {}
-        self._hidden: set[Context] = set()
+        self.hidden: set[Context] = set()
+        """Branches that no handle names."""
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -81,6 +62,10 @@ class ContextStore:
 
     def __iter__(self) -> Iterator[Context]:
         return iter(self._contexts.values())
+
+    def num_of(self, tenant: str) -> int:
+        """Counts the contexts of a tenant."""
+        return self._num_per_tenant.get(tenant, 0)
 
     def get(self, tenant: str, context_id: str) -> Context:
         """Finds a context of this tenant.
@@ -186,7 +171,7 @@ class ContextStore:
         for child in children:
             child.is_hidden = True
             child.bill = parent.bill
-        self._hidden.update(children)
+        self.hidden.update(children)
         return children
 
     def add_hidden(self, tenant: str, tail: Segment, hold: Hold) -> Context:
@@ -194,7 +179,7 @@ class ContextStore:
         lease = Lease(LeaseMode.RETAIN, 0.0)
         hidden = Context("", tenant, tail, tail.end, hold, lease, 0.0, is_hidden=True)
         self.ledger.begin(hidden)
-        self._hidden.add(hidden)
+        self.hidden.add(hidden)
         return hidden
 
     def require_room(self, tenant: str, count: int, depth: int) -> None:
@@ -283,44 +268,20 @@ class ContextStore:
             context.tenant, context.adapter
         )  # its children keep it, not its tokens
         context.is_released = True
-        if context in self._hidden:
-            self._hidden.remove(context)
+        if context in self.hidden:
+            self.hidden.remove(context)
             if context.parent is None or context.parent.is_released:
                 self.ledger.close_hidden(context)
             return
         self.hub.tell(ChangeKind.RELEASED, context)
         self.ledger.close(context)
-        for hidden in self._hidden:  # they outlive the bill they shared
+        for hidden in self.hidden:  # they outlive the bill they shared
             if hidden.parent is context:
                 hidden.bill = Bill()
         del self._contexts[context.id]
         self._num_per_tenant[context.tenant] -= 1
         if context.parent is not None:
             context.parent.children.pop(context, None)
-
-    def descendants(self, context: Context) -> list[Context]:
-        """Lists a context and all living contexts forked from it, children before parents."""
-        found = [context]
-        for node in found:
-            found.extend(node.children)
-        return found[::-1]
-
-    def family(self, context: Context) -> list[Context]:
-        """Lists a context and all that descend from it, ancestors first.
-
-        Unlike `descendants` it reaches what hangs below a released context too.
-        """
-        found: dict[Context, bool] = {context: True}
-        for other in self:
-            chain, node = [], other
-            while node not in found and node.parent is not None:
-                chain.append(node)
-                node = node.parent
-            is_below = found.setdefault(node, False)
-            found.update(dict.fromkeys(chain, is_below))
-        members = (other for other, is_below in found.items() if is_below)
-        living = [other for other in members if not other.is_released]
-        return sorted(living, key=lambda other: other.number)
 
     def touch(self, context: Context) -> None:
         """Makes a context the most recently used."""
@@ -360,104 +321,9 @@ class ContextStore:
             context.has_given_way = False
             self.hub.tell(ChangeKind.RESTORED, context)
 
-    def view(self, context: Context) -> ContextView:
-        """Describes a context at its committed length."""
-        tree = self.tree
-        num_computed = min(tree.num_computed(context.tail), context.length)
-        num_kept = min(tree.num_kept(context.tail), context.length)
-        private, shared, reclaimable = self._num_blocks(context)
-        num_away = self._num_away(context)
-        parent_id = None if context.parent is None else context.parent.id
-        return ContextView(
-            id=context.id,
-            parent_id=parent_id,
-            fork_position=context.fork_position,
-            root_id=context.root_id,
-            depth=context.depth,
-            length=context.length,
-            num_computed=num_computed,
-            private_blocks=private,
-            shared_blocks=shared,
-            reclaimable_blocks=reclaimable,
-            host_blocks=num_away[Tier.HOST],
-            disk_blocks=num_away[Tier.DISK],
-            residency=_residency(context.length, num_computed, num_kept, num_away),
-            lease=context.lease,
-            expire_time=context.expire_time,
-            has_head_logits=context.request is None and context.tail in tree.heads,
-            is_busy=context.request is not None,
-            num_children=len(context.children),
-            labels=tuple(context.labels.items()),
-            create_time=context.create_time,
-            adapter=context.adapter,
-        )
-
-    def page(
-        self, tenant: str, *, root_id: str | None, page_size: int, page_token: str
-    ) -> ContextPage:
-        """Lists a tenant's contexts, or those of one tree, parents before their children.
-
-        Raises:
-            InvalidRequest: The page token is none that an earlier page carried.
-        """
-        after = _number_of(page_token)
-        listed = [
-            context
-            for context in self
-            if context.number > after
-            and context.tenant == tenant
-            and (root_id is None or context.root_id == root_id)
-        ]
-        page = listed[:page_size]
-        views = tuple(self.view(context) for context in page)
-        return ContextPage(views, str(page[-1].number) if len(listed) > page_size else "")
-
-    def usage(
-        self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
-    ) -> UsageView:
-        """Shows what one context, one tree or else the whole tenant has used until now.
-
-        Raises:
-            NotFound: No such context or tree, or another tenant's.
-        """
-        if context_id is not None:
-            context = self.get(tenant, context_id)
-            hidden = [other for other in self._hidden if other.bill is context.bill]
-            bill, count = self.ledger.of_contexts([context, *hidden]), 1
-            return self._usage_view(tenant, bill, count)
-        covered = [
-            context
-            for context in (*self, *self._hidden)
-            if context.tenant == tenant and (root_id is None or context.root_id == root_id)
-        ]
-        if root_id is None:
-            bill = self.ledger.of_tenant(tenant, covered)
-        else:
-            bill = self.ledger.of_tree(tenant, root_id, covered)
-        count = sum(context not in self._hidden for context in covered)
-        return self._usage_view(tenant, bill, count)
-
     def check(self) -> None:
         """Asserts that contexts and tree agree."""
-        tails: dict[object, int] = {}
-        for context in (*self, *self._hidden):
-            assert not context.is_released
-            assert context.length <= context.tail.end
-            assert context.request is not None or context.length == context.tail.end
-            tails[context.tail] = tails.get(context.tail, 0) + 1
-        for segment in self.tree:
-            assert segment.num_contexts == tails.get(segment, 0), "a tail is miscounted"
-        for occupancy in self.tree.residency.occupancies:
-            holders = Counter(
-                segment
-                for context in (*self, *self._hidden)
-                if context.hold >= occupancy.level
-                for segment in self.tree.path(context.tail)
-            )
-            for segment in self.tree:
-                number = occupancy.num_holders(segment)
-                assert number in (None, holders[segment]), "a holder is miscounted"
-        self.tree.check()
+        check_store(self)
 
     def _branch(
         self,
@@ -497,54 +363,15 @@ class ContextStore:
             for number in range(count)
         ]
 
-    def views(self, tenant: str) -> list[ContextView]:
-        """Describes all contexts of a tenant, parents before their children."""
-        return [self.view(context) for context in self if context.tenant == tenant]
-
-    def _num_blocks(self, context: Context) -> _PathBlocks:
-        """Counts the blocks of a path by who else counts on them."""
-        private = shared = reclaimable = 0
-        is_private, size, segment = True, self.tree.block_size, context.tail
-        while segment.parent is not None:
-            is_private = is_private and segment.holds[Hold.TOKENS] == 1
-            owned = segment.num_owned(size)
-            private += owned if is_private else 0
-            shared += 0 if is_private else owned
-            reclaimable += 0 if segment.holds[Hold.FIRM] else owned
-            segment = segment.parent
-        return _PathBlocks(private, shared, reclaimable)
-
-    def _usage_view(self, tenant: str, bill: Bill, num_contexts: int) -> UsageView:
-        held = self._num_per_tenant.get(tenant, 0)
-        quotas = self.quotas.view(tenant, held)
-        return UsageView(bill, num_contexts, self.ledger.tiers(), quotas)
-
-    def _num_away(self, context: Context) -> dict[Tier, int]:
-        """Counts the blocks of its path in each lower tier; one that a fork cut counts once."""
-        places = {place for node in self.tree.path(context.tail) for place in node.away}
-        return {tier: sum(place.tier is tier for place in places) for tier in LOWER_TIERS}
-
     def _admit(self, tenant: str, count: int) -> None:
-        self.quotas.require_contexts(tenant, self._num_per_tenant.get(tenant, 0), count)
+        self.quotas.require_contexts(tenant, self.num_of(tenant), count)
 
     def _add(self, context: Context, kind: ChangeKind) -> None:
         context.number = next(self._numbers)
         self.ledger.add(context)
         self._contexts[context.id] = context
-        self._num_per_tenant[context.tenant] = self._num_per_tenant.get(context.tenant, 0) + 1
+        self._num_per_tenant[context.tenant] = self.num_of(context.tenant) + 1
         self.hub.tell(kind, context)
-
-
-def _number_of(page_token: str) -> int:
-    """Reads the creation number of the last context of the page before; 0 for the first page."""
-    if not page_token:
-        return 0
-    if not (page_token.isascii() and page_token.isdecimal()):
-        raise InvalidRequest(
-            "The page token is none this server gave; list from the start.",
-            violations={"page_token": "is none the server gave"},
-        )
-    return int(page_token)
 
 
 def _check_position(position: int, length: int) -> None:
@@ -554,14 +381,3 @@ def _check_position(position: int, length: int) -> None:
             reason=Reason.POSITION_OUT_OF_RANGE,
             metadata={"actual_length": length},
         )
-
-
-def _residency(
-    length: int, num_computed: int, num_kept: int, num_away: Mapping[Tier, int]
-) -> Residency:
-    """Names where the KV is; the last token of a context that generated has none yet."""
-    if num_computed >= length - 1:
-        return Residency.DEVICE
-    if num_kept >= length - 1:
-        return Residency.DISK if num_away[Tier.DISK] else Residency.HOST
-    return Residency.PARTIAL if num_kept else Residency.NONE

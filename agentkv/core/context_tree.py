@@ -1,9 +1,9 @@
 """The tree of segments behind all contexts: where paths part, and who keeps what.
 
-It owns the shape: fork, append, truncate, release, and what remains as prefix cache. How blocks
-come to segments is `block_writes`; how firmly they are kept is `residency`; where KV goes that
-leaves the device is `eviction`. It knows no context, no request and no tensor: a context is a tail
-segment here, held at a level.
+It owns what paths there are: fork, append, truncate, release, and what remains as prefix cache. How
+a segment is cut or joined is `tree_shape`; how blocks come to segments is `block_writes`; how
+firmly they are kept is `residency`; where KV goes that leaves the device is `eviction`. It knows no
+context, no request and no tensor: a context is a tail segment here, held at a level.
 
     root(tenant, adapter)
       └─ S0  tokens 0..7   blocks [7, 3]
@@ -16,7 +16,6 @@ from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
 
 from agentkv.core import prefix_match
-from agentkv.core.block_move import Place
 from agentkv.core.block_pool import BlockPool
 from agentkv.core.head_logits import KEPT_HEADS, HeadLogits
 from agentkv.core.lower_tiers import LowerTiers
@@ -24,6 +23,7 @@ from agentkv.core.occupancy import Readings
 from agentkv.core.residency import Residency
 from agentkv.core.segment import Hold, Segment
 from agentkv.core.tree_audit import check_tree
+from agentkv.core.tree_shape import join, split
 
 
 class ContextTree:
@@ -62,12 +62,16 @@ class ContextTree:
         """
         roots = self._roots.setdefault(key, {})
         if "" not in roots:
-            roots[""] = Segment(next(self._ids), 0, array("I"), None)
+            roots[""] = self.make_segment(0, array("I"), None)
         if adapter not in roots:
-            made = Segment(next(self._ids), 0, array("I"), None)
+            made = self.make_segment(0, array("I"), None)
             made.account, made.held_below = roots[""], roots[""].held_below
             roots[adapter] = made
         return roots[adapter]
+
+    def make_segment(self, start: int, tokens: "array[int]", parent: Segment | None) -> Segment:
+        """Numbers a new segment; hanging it below its parent is the caller's."""
+        return Segment(next(self._ids), start, tokens, parent)
 
     # -- verbs: a tail in, a tail out -------------------------------------------------------
 
@@ -94,7 +98,7 @@ class ContextTree:
         while not node.is_root and node.start >= position:
             assert node.parent is not None
             node = node.parent
-        return node if node.end == position else self.split(node, position)
+        return node if node.end == position else split(self, node, position)
 
     def append(self, tail: Segment, tokens: Iterable[int], hold: Hold) -> Segment:
         """Adds tokens, yet without KV, to the path of one context; returns its new tail."""
@@ -102,7 +106,7 @@ class ContextTree:
             tail.tokens.extend(tokens)
             self.heads.drop(tail)
             return tail
-        child = Segment(next(self._ids), tail.end, array("I", tokens), tail)
+        child = self.make_segment(tail.end, array("I", tokens), tail)
         tail.children[child] = None
         child.num_contexts = 1
         self.residency.hold(child, Hold.TOKENS, hold)
@@ -246,146 +250,7 @@ class ContextTree:
             yield node
             nodes.extend(node.children)
 
-    # -- shape -------------------------------------------------------------------------------
-
-    def split(self, segment: Segment, position: int) -> Segment:
-        """Cuts a segment in two; returns the upper part. Contexts and children stay below.
-
-        The cut costs a copy of the tokens behind it, so a cut near the end is cheap however long
-        the segment is.
-        """
-        assert segment.start < position < segment.end
-        size = self.block_size
-        parent = segment.parent
-        assert parent is not None
-        prefix_match.unindex(segment)
-        first_away, kept_end = segment.num_computed // size, segment.num_kept
-        away = self.lower.take_off(segment)
-        upper = Segment(next(self._ids), segment.start, segment.tokens, parent)
-        segment.tokens = upper.tokens[position - segment.start :]
-        del upper.tokens[position - segment.start :]
-        first = segment.start // size
-        num_above = -(-position // size) - first
-        above, below = segment.blocks[:num_above], segment.blocks[num_above:]
-        if position % size and segment.num_computed > position:
-            self.pool.acquire(above[-1])  # both parts list the block that is cut
-            below.insert(0, above[-1])
-        upper.set_blocks(above)
-        segment.set_blocks(below)
-        upper.num_computed = min(segment.num_computed, position)
-        segment.num_computed = max(segment.num_computed, position)
-        segment.start = position
-        upper.holds = [int(held > 0) for held in segment.holds]
-        upper.last_used = segment.last_used
-        upper.num_kv_children = int(bool(segment.blocks))
-        upper.children[segment] = None
-        segment.parent = upper
-        del parent.children[segment]
-        parent.children[upper] = None
-        for occupancy in self.residency.occupancies:
-            occupancy.split(upper, segment)
-        if away:
-            num_above = max(0, -(-min(position, kept_end) // size) - first_away)
-            above_away, below_away = away[:num_above], away[num_above:]
-            if position % size and kept_end > position and above_away:
-                self.lower.acquire(above_away[-1])
-                below_away.insert(0, above_away[-1])
-            self.lower.set_away(upper, above_away, min(kept_end, position))
-            self.lower.set_away(segment, below_away, kept_end)
-        for part in (upper, segment):
-            prefix_match.index(part, size)
-        self.residency.offer(upper)
-        return upper
-
-    def join(self, segment: Segment) -> None:
-        """Joins a segment with its single child if no context ends at it; the child remains."""
-        if segment.is_root or segment.num_contexts or len(segment.children) != 1:
-            return
-        (child,) = segment.children
-        parent = segment.parent
-        assert parent is not None
-        for part in (child, segment):
-            prefix_match.unindex(part)
-        away, kept_end = self._join_away(segment, child)
-        blocks = segment.blocks
-        if child.blocks:
-            is_cut = child.start % self.block_size != 0
-            if is_cut:  # both list the block that a fork cut
-                self.pool.release([child.blocks[0]])
-            blocks = blocks + child.blocks[is_cut:]
-        if not segment.is_computed:
-            child.num_computed = segment.num_computed
-        child.set_blocks(blocks)
-        segment.set_blocks([])  # or a stale entry among the evictable leaves would free them
-        segment.tokens.extend(child.tokens)
-        child.tokens, child.start = segment.tokens, segment.start
-        child.last_used = max(child.last_used, segment.last_used)
-        del parent.children[segment]
-        parent.children[child] = None
-        child.parent = parent
-        for occupancy in self.residency.occupancies:
-            occupancy.join(segment, child)
-        self.heads.drop(segment)
-        if away:
-            self.lower.set_away(child, away, kept_end)
-        prefix_match.index(child, self.block_size)
-        self.residency.offer(child)
-
-    def _join_away(self, segment: Segment, child: Segment) -> tuple[list[Place], int]:
-        """Takes both parts' away blocks off, for the one segment that they become."""
-        is_cut = child.start % self.block_size != 0
-        kept_end = child.num_kept if child.away else segment.num_kept
-        below = self.lower.take_off(child)
-        if below and is_cut and segment.is_computed and not child.blocks:
-            # The child's first block away holds these few tokens too, and a block is in one tier.
-            boundary = segment.end - segment.end % self.block_size
-            self.strip(segment, max(segment.start, boundary))
-        above = self.lower.take_off(segment)
-        if above and below and is_cut:
-            self.lower.release(above[-1:])
-            del above[-1]
-        return above + below, kept_end
-
-    def rehang(self, segment: Segment, position: int) -> None:
-        """Hangs a segment at a block boundary above its start; its tokens then begin there.
-
-        Its path stays the same tokens, but it no longer counts on the KV between the boundary and
-        its old start, which its siblings keep.
-        """
-        assert position % self.block_size == 0 and position < segment.start
-        assert not segment.blocks
-        assert not segment.away or segment.start - position < self.block_size
-        prefix_match.unindex(segment)
-        kept_end, away = segment.num_kept, self.lower.take_off(segment)
-        old = segment.parent
-        assert old is not None
-        above, between = old, array("I")
-        while above.start > position:
-            assert above.parent is not None
-            between, above = above.tokens + between, above.parent
-        between = above.tokens[position - above.start :] + between
-        if above.start < position:
-            above = self.split(above, position)
-        else:
-            assert above.parent is not None
-            above = above.parent
-        for level in Hold:
-            if segment.holds[level]:
-                self.residency.hold(above, level, level)
-        for occupancy in self.residency.occupancies:
-            occupancy.rehang(segment, above)
-        del old.children[segment]
-        above.children[segment] = None
-        segment.parent = above
-        segment.tokens = between + segment.tokens
-        segment.start = segment.num_computed = position
-        if away:
-            self.lower.set_away(segment, away, kept_end)
-            prefix_match.index(segment, self.block_size)
-        for level in Hold:
-            if segment.holds[level]:
-                self.residency.unhold(old, level, level)
-        self.join(old)
+    # -- what goes ---------------------------------------------------------------------------
 
     def strip(self, segment: Segment, num_computed: int) -> None:
         """Gives back KV on the device from `num_computed`, and so all blocks behind it."""
@@ -413,7 +278,7 @@ class ContextTree:
             self.lower.release(self.lower.take_off(node))
             self.strip(node, node.start)
             self._remove(node)
-        self.join(parent)
+        join(self, parent)
 
     def retire(self, tail: Segment) -> None:
         """Keeps of an unheld path what can be matched later, whole blocks with KV."""
@@ -434,7 +299,7 @@ class ContextTree:
                 return
             self._remove(node)
             node = parent
-        self.join(node)
+        join(self, node)
 
     def _remove(self, segment: Segment) -> None:
         assert not segment.blocks and not segment.away

@@ -77,11 +77,14 @@ def flush(tree: ContextTree) -> None:
             _retire_all(tree, [segment])
 
 
-def bring_back(tree: ContextTree, tail: Segment) -> None:
-    """Takes blocks for all KV of a settled path that is in a lower tier, and moves it there."""
-    for segment in tree.path(tail):
-        if not segment.away:
-            continue
+def bring_back(tree: ContextTree, tail: Segment) -> bool:
+    """Takes blocks for all KV of a settled path that is in a lower tier, and moves it there.
+
+    Returns:
+        Whether there was any.
+    """
+    found = [segment for segment in tree.path(tail) if segment.away]
+    for segment in found:
         assert segment.blocks or segment.start % tree.block_size == 0, "not settled"
         kept_end, places = segment.kept_end, tree.lower.take_off(segment)
         block_ids = tree.pool.allocate(len(places))
@@ -90,6 +93,7 @@ def bring_back(tree: ContextTree, tail: Segment) -> None:
         tree.residency.grow(segment, block_ids)
         tree.residency.set_computed(segment, kept_end)
         tree.lower.release(places)
+    return bool(found)
 
 
 def forget(tree: ContextTree, lost: Iterable[Place]) -> None:

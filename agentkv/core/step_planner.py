@@ -9,10 +9,10 @@ ends, and with it, one after the other, all.
 from collections.abc import Sequence
 
 from agentkv.config import SchedulerConfig
-from agentkv.core.admission import Admission
+from agentkv.core.admission import Admission, Wait
 from agentkv.core.batch_builder import Work
 from agentkv.core.block_move import Tier
-from agentkv.core.block_writes import apply_writes, plan_writes, settle
+from agentkv.core.block_writes import BlockWrites, apply_writes, plan_writes, settle
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.eviction import bring_back
 from agentkv.core.request import Event, FinishReason, Request, RequestStatus
@@ -60,13 +60,19 @@ class StepPlanner:
         request = queues.fair.next(lambda tenant: tenant in queues.num_running_of)
         if request is None or request.context.tenant in queues.num_running_of:
             return
-        if not self._is_possible(request) or self._admission.waits_for_quota(request):
+        try:
+            wait = self._admission.reason_to_wait(request)
+        except PoolExhausted:
+            return  # it is refused in its turn
+        if wait is Wait.QUOTA:
             return
-        while not (self._has_place() and self._admission.may_start(request)):
+        may_start = wait is None
+        while not (self._has_place() and may_start):
             victim = self._youngest_of_most()
             if victim is None:
                 return
             queues.preempt(victim)
+            may_start = self._admission.could_start(request)
         queues.start(request)
 
     def place_running(self) -> None:
@@ -89,14 +95,15 @@ class StepPlanner:
             request = fair.next(self._has_its_share, short_of_quota)
             if request is None:
                 return
-            if self._is_possible(request) and self._admission.waits_for_quota(request):
+            wait = self._admit(request)
+            if wait is Wait.BLOCKS:
+                return
+            if wait is Wait.QUOTA:
                 short_of_quota.add(request.context.tenant)
                 continue
-            if not self._admit(request):
-                return
             for sibling in fair.siblings(request):
                 is_in_share = not self._has_its_share(request.context.tenant)
-                if not (is_in_share and self._has_place() and self._admit(sibling)):
+                if not (is_in_share and self._has_place() and self._admit(sibling) is None):
                     break
 
     def _has_its_share(self, tenant: str) -> bool:
@@ -104,20 +111,21 @@ class StepPlanner:
         share = self._max_running // max(1, self._queues.fair.num_tenants)
         return self._queues.num_running_of[tenant] >= max(1, share)
 
-    def _admit(self, request: Request) -> bool:
-        """Starts a request, or refuses it for good; returns False if it has to wait."""
+    def _admit(self, request: Request) -> Wait | None:
+        """Starts a request, or refuses it for good; returns why it has to wait if it does."""
         try:
-            self._admission.require_possible(request)
+            wait = self._admission.reason_to_wait(request)
         except PoolExhausted as error:
             self._refuse(request, error)
-            return True
-        if not self._could_start(request):
-            return False
+            return None
+        if wait is not None:
+            return wait
         self._queues.start(request)
         num_works = len(self.works)
         self._place(request, self._chunk_budget)
         self._chunk_budget -= sum(max(1, work.num_rows) for work in self.works[num_works:])
-        return request.status is not RequestStatus.WAITING  # it may have found its blocks taken
+        has_found_blocks_taken = request.status is RequestStatus.WAITING
+        return Wait.BLOCKS if has_found_blocks_taken else None
 
     def _allot(self, running: Sequence[Request]) -> dict[Request, int]:
         """Divides the rows of a step: one for each that decodes, chunks for the rest in fair order.
@@ -131,7 +139,7 @@ class StepPlanner:
         wanting = [request for request in running if request not in allotted]
         first = self._queues.fair.next()
         # Rows kept for one that cannot start would keep those from ending for whom it waits.
-        if first is not None and self._has_place() and self._could_start(first):
+        if first is not None and self._has_place() and self._admission.could_start(first):
             missing[first] = self._num_missing(first)
             wanting.append(first)
         for request in sorted(wanting, key=self._queues.fair.key):
@@ -143,19 +151,6 @@ class StepPlanner:
             budget -= num_rows
         self._chunk_budget += budget
         return allotted
-
-    def _could_start(self, request: Request) -> bool:
-        """Whether a waiting request's blocks can be had now, of the pool and of its quota."""
-        if self._admission.waits_for_quota(request):
-            return False
-        return self._admission.may_start(request)
-
-    def _is_possible(self, request: Request) -> bool:
-        try:
-            self._admission.require_possible(request)
-        except PoolExhausted:
-            return False  # admission refuses it in its turn
-        return True
 
     def _has_place(self) -> bool:
         return len(self._queues.running) < self._max_running
@@ -176,13 +171,17 @@ class StepPlanner:
             num_rows = min(num_rows, self._config.chunk_size, max_rows)
             if num_rows == 0:
                 return
-        if not self._reserve(request, max(first + num_rows, self._tree.num_kept(tail))):
+        upto = first + num_rows
+        kept_end = max(upto, self._tree.num_kept(tail))
+        writes = self._reserve(request, kept_end)
+        if writes is None:
             return
         num_free = self._tree.pool.num_free
-        bring_back(self._tree, tail)
-        copies = apply_writes(self._tree, plan_writes(self._tree, tail, first + num_rows))
+        if bring_back(self._tree, tail) or kept_end > upto:
+            writes = plan_writes(self._tree, tail, upto)
+        copies = apply_writes(self._tree, writes)
         num_taken = num_free - self._tree.pool.num_free
-        self._add(Work(request, first, first + num_rows, tuple(copies)), num_taken)
+        self._add(Work(request, first, upto, tuple(copies)), num_taken)
 
     def _is_fetched(self, request: Request) -> bool:
         """Whether nothing of a request's path has to be read from disk first.
@@ -218,26 +217,30 @@ class StepPlanner:
             request.cached_tokens = work.first
         self.works.append(work)
 
-    def _reserve(self, request: Request, upto: int) -> bool:
-        """Makes room for the KV of a path up to a position; False when the request has to wait."""
+    def _reserve(self, request: Request, upto: int) -> BlockWrites | None:
+        """Makes room for the KV of a path up to a position.
+
+        Returns:
+            What writing it takes now; None when the request has to wait, or was refused.
+        """
         while True:
             writes = plan_writes(self._tree, request.context.tail, upto)
             has_free = writes.num_blocks <= self._tree.pool.num_free
             if has_free and self._admission.is_within_quota(request, writes.num_blocks):
-                return True
+                return writes
             if self._admission.make_room(request, writes.num_blocks):
                 continue
             try:
                 has_forgone_copy = self._admission.require_possible(request)
             except PoolExhausted as error:
                 self._refuse(request, error)
-                return False
+                return None
             victim = self._youngest_after(request, of_any=not has_free) or request
             if has_forgone_copy:  # its rows begin earlier now: start over
                 victim = request
             self._queues.preempt(victim)
             if victim is request:
-                return False
+                return None
 
     def _youngest_after(self, request: Request, *, of_any: bool) -> Request | None:
         """Finds who of the younger running requests gives way to this one in this step.

@@ -134,3 +134,11 @@ class ContextView:
     def pinned(self) -> bool:
         """Whether its KV stays on the device whatever the pressure."""
         return self.lease.mode is LeaseMode.PIN
+
+
+class ContextPage(NamedTuple):
+    """Part of a list."""
+
+    contexts: tuple[ContextView, ...]
+    next_page_token: str
+    """Continues the list; empty at its end."""

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued
-from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, LeaseTerms
 from agentkv.core.usage_view import UsageView
-from agentkv.core.views import ContextView
+from agentkv.core.views import ContextPage, ContextView
 from agentkv.core.watch import WatchUpdate
 from agentkv.engine.conversation import Conversation
 from agentkv.engine.engine import Engine
@@ -46,9 +45,10 @@ class AsyncEngine:
     each context then stays at its last committed token.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, stream_interval: float | None = None) -> None:
+        """Takes an engine over; arguments as `EngineThread`'s."""
         self._engine = engine
-        self._thread = EngineThread(engine)
+        self._thread = EngineThread(engine, stream_interval)
         self._snapshots = Snapshots(engine, self._thread)
 
     @property
@@ -106,9 +106,9 @@ class AsyncEngine:
         chat: Conversation | None = None,
         adapter: str = "",
     ) -> Committed:
-        """Makes a context of these tokens; see `Engine.create`."""
+        """Makes a context of these tokens; see `Contexts.create`."""
         operation = await self._thread.complete(
-            lambda: self._engine.create(
+            lambda: self._engine.contexts.create(
                 tenant,
                 token_ids,
                 lease=lease,
@@ -132,10 +132,10 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         request_id: str | None = None,
     ) -> Forked:
-        """Makes contexts that share this one's tokens; see `Engine.fork`."""
+        """Makes contexts that share this one's tokens; see `Contexts.fork`."""
         return await self._thread.call(
             lambda: Forked(
-                self._engine.fork(
+                self._engine.contexts.fork(
                     tenant,
                     context_id,
                     count=count,
@@ -144,7 +144,7 @@ class AsyncEngine:
                     labels=labels,
                     request_id=request_id,
                 ),
-                self._engine.pool_view(),
+                self._engine.observer.pool(),
             )
         )
 
@@ -158,9 +158,9 @@ class AsyncEngine:
         logprobs: bool = False,
         chat: Conversation | None = None,
     ) -> Committed:
-        """Appends given tokens, all or none; see `Engine.extend`."""
+        """Appends given tokens, all or none; see `Contexts.extend`."""
         operation = await self._thread.complete(
-            lambda: self._engine.extend(
+            lambda: self._engine.contexts.extend(
                 tenant,
                 context_id,
                 token_ids,
@@ -180,9 +180,9 @@ class AsyncEngine:
         expected_length: int | None = None,
         grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
-        """Samples and commits tokens; see `Engine.generate`. Starts when the stream is entered."""
+        """Samples and commits tokens; see `Inference.generate`. Starts when entered."""
         return self._thread.stream(
-            lambda: self._engine.generate(
+            lambda: self._engine.inference.generate(
                 tenant, context_id, params, expected_length=expected_length, grammar=grammar
             ),
             self._engine.cancel,
@@ -199,9 +199,9 @@ class AsyncEngine:
         labels: Mapping[str, str] | None = None,
         grammar: Grammar | Continued | None = None,
     ) -> EngineStream[Update]:
-        """Forks and generates; see `Engine.generate_branches`. Starts when entered."""
+        """Forks and generates; see `Inference.generate_branches`. Starts when entered."""
         return self._thread.stream(
-            lambda: self._engine.generate_branches(
+            lambda: self._engine.inference.generate_branches(
                 tenant, context_id, count, params, at=at, labels=labels, grammar=grammar
             ),
             self._engine.cancel,
@@ -210,40 +210,46 @@ class AsyncEngine:
     async def score(
         self, tenant: str, context_id: str, continuations: Sequence[Sequence[int]]
     ) -> Scores:
-        """Computes log-probabilities of continuations; see `Engine.score`."""
+        """Computes log-probabilities of continuations; see `Inference.score`."""
         operation = await self._thread.complete(
-            lambda: self._engine.score(tenant, context_id, continuations)
+            lambda: self._engine.inference.score(tenant, context_id, continuations)
         )
         return operation.answer
 
     async def truncate(
         self, tenant: str, context_id: str, length: int, *, expected_length: int | None = None
     ) -> Truncated:
-        """Takes a context back to its first tokens; see `Engine.truncate`."""
+        """Takes a context back to its first tokens; see `Contexts.truncate`."""
         return await self._thread.call(
             lambda: Truncated(
-                self._engine.truncate(tenant, context_id, length, expected_length=expected_length),
-                self._engine.pool_view(),
+                self._engine.contexts.truncate(
+                    tenant, context_id, length, expected_length=expected_length
+                ),
+                self._engine.observer.pool(),
             )
         )
 
     async def update_lease(
         self, tenant: str, context_id: str, terms: LeaseTerms, *, recursive: bool = False
     ) -> Leased:
-        """Renews or replaces leases; see `Engine.update_lease`."""
+        """Renews or replaces leases; see `Contexts.update_lease`."""
         return await self._thread.call(
-            lambda: self._engine.update_lease(tenant, context_id, terms, recursive=recursive)
+            lambda: self._engine.contexts.update_lease(
+                tenant, context_id, terms, recursive=recursive
+            )
         )
 
     def watch(self, tenant: str) -> EngineStream[WatchUpdate]:
         """Tells what happens to a tenant's contexts; starts when the stream is entered."""
-        return self._thread.stream(lambda: self._engine.watch(tenant), self._engine.unwatch)
+        return self._thread.stream(
+            lambda: self._engine.observer.watch(tenant), self._engine.observer.unwatch
+        )
 
     async def end_watches(self) -> None:
         """Ends every watch with SHUTTING_DOWN."""
 
         def end() -> None:
-            for watcher in self._engine.end_watches(shutting_down()):
+            for watcher in self._engine.observer.end_watches(shutting_down()):
                 self._thread.tell(watcher)
 
         await self._thread.call(end)
@@ -256,10 +262,10 @@ class AsyncEngine:
         recursive: bool = False,
         allow_missing: bool = False,
     ) -> Released:
-        """Forgets contexts; see `Engine.release`."""
+        """Forgets contexts; see `Contexts.release`."""
 
         def release() -> Released:
-            released, ended = self._engine.release(
+            released, ended = self._engine.contexts.release(
                 tenant, context_ids, recursive=recursive, allow_missing=allow_missing
             )
             for operation in ended:
@@ -270,25 +276,25 @@ class AsyncEngine:
 
     async def get(self, tenant: str, context_id: str) -> ContextView:
         """Describes one context."""
-        return await self._thread.call(lambda: self._engine.get(tenant, context_id))
+        return await self._thread.call(lambda: self._engine.observer.get(tenant, context_id))
 
     async def tokens(
         self, tenant: str, context_id: str, start: int = 0, *, limit: int | None = None
     ) -> ContextTokens:
-        """Describes one context and reads its tokens; see `Engine.tokens`."""
+        """Describes one context and reads its tokens; see `Observer.tokens`."""
         return await self._thread.call(
             lambda: ContextTokens(
-                self._engine.get(tenant, context_id),
-                self._engine.tokens(tenant, context_id, start, limit=limit),
+                self._engine.observer.get(tenant, context_id),
+                self._engine.observer.tokens(tenant, context_id, start, limit=limit),
             )
         )
 
     async def chat(
         self, tenant: str, context_id: str, *, expected_length: int | None = None
     ) -> ChatState:
-        """Tells what conversation a context was made of; see `Engine.chat`."""
+        """Tells what conversation a context was made of; see `Contexts.chat`."""
         return await self._thread.call(
-            lambda: self._engine.chat(tenant, context_id, expected_length=expected_length)
+            lambda: self._engine.contexts.chat(tenant, context_id, expected_length=expected_length)
         )
 
     async def list(
@@ -301,7 +307,7 @@ class AsyncEngine:
     ) -> ContextPage:
         """Lists a tenant's contexts, a page at a time."""
         return await self._thread.call(
-            lambda: self._engine.list(
+            lambda: self._engine.observer.list(
                 tenant, root_id=root_id, page_size=page_size, page_token=page_token
             )
         )
@@ -309,9 +315,9 @@ class AsyncEngine:
     async def usage(
         self, tenant: str, *, context_id: str | None = None, root_id: str | None = None
     ) -> UsageView:
-        """Shows what was used; see `Engine.usage`."""
+        """Shows what was used; see `Observer.usage`."""
         return await self._thread.call(
-            lambda: self._engine.usage(tenant, context_id=context_id, root_id=root_id)
+            lambda: self._engine.observer.usage(tenant, context_id=context_id, root_id=root_id)
         )
 
     async def save(

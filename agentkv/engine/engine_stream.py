@@ -48,7 +48,8 @@ class EngineStream(Generic[UpdateT]):
     runs; each context then stays at its last committed token. The error that refused or ended
     the call is raised by the iteration, after the updates before it.
 
-    Invariant: `num_sent` is written by the engine's thread alone, `_num_read` by the event loop's.
+    Invariant: `num_sent` and `due_at` are written by the engine's thread alone, `_num_read` by the
+    event loop's.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class EngineStream(Generic[UpdateT]):
         self.source: Source[UpdateT] | None = None
         """Set on the engine's thread once the call was accepted."""
         self.num_sent = 0
+        self.due_at = 0.0
+        """Time, by `time.monotonic`, before which tokens alone make no message."""
         self.is_closed = False
         self._begin = begin
         self._pull = pull

@@ -1,7 +1,8 @@
 """The engine's thread, and the two ways between it and an event loop.
 
-Commands go in and run between two steps; after each step everything that became known goes to the
-event loop in one hand-off. It knows operations and streams, and no verb.
+Commands go in and run between two steps; what became known in a step goes to the event loop in one
+hand-off, while the next is computed: the loop then finds Python's lock free, and does not hold up a
+step. It knows operations and streams, and no verb.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_stream import EngineStream, Source, UpdateT
-from agentkv.engine.operations import Commit, Operation, Scoring
+from agentkv.engine.operations import Commit, Generation, Operation, Scoring
+from agentkv.engine.stream_feeder import StreamFeeder
 from agentkv.errors import AgentKVError, Reason, Unavailable
 
 _Answer = TypeVar("_Answer")
@@ -34,7 +36,14 @@ class EngineThread:
     once, when the operation is done, or when the thread ends, be it for a fault of its own.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stream_interval: float | None = None) -> None:
+        """Takes an engine that nobody else touches from `start` on.
+
+        Args:
+            engine: What is stepped.
+            stream_interval: Least seconds between two messages of a stream; None: as many as
+                `stream_pace` says.
+        """
         self._engine = engine
         self._thread = threading.Thread(target=self._work, name="agentkv-engine", daemon=True)
         self._wake = threading.Condition()
@@ -46,9 +55,8 @@ class EngineThread:
         self._has_failed = False
         # Touched on the engine's thread only.
         self._waiters: dict[Operation, list[asyncio.Future[Operation]]] = {}
-        self._streams: dict[object, EngineStream[Any]] = {}
-        """By their sources."""
         self._deliveries: list[Callable[[], None]] = []
+        self._feeder = StreamFeeder(lambda call: self._deliveries.append(call), stream_interval)
 
     def start(self) -> None:
         """Starts the thread; answers arrive on the event loop that runs now."""
@@ -129,9 +137,9 @@ class EngineThread:
             end: Ends early what `begin` returned.
         """
         return EngineStream(
-            begin=lambda stream: self._post(lambda: self._begin_stream(stream, begin)),
-            pull=lambda stream: self._post(lambda: self._feed(stream)),
-            cancel=lambda stream: self._post(lambda: self._cancel_stream(stream, end)),
+            begin=lambda stream: self._post(lambda: self._feeder.begin(stream, begin)),
+            pull=lambda stream: self._post(lambda: self._feeder.feed(stream)),
+            cancel=lambda stream: self._post(lambda: self._feeder.cancel(stream, end)),
         )
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -176,11 +184,13 @@ class EngineThread:
             for command in commands:
                 command()
             if self._engine.has_work:
-                for operation in self._engine.step():
+                for operation in self._engine.step(self._deliver):
                     self.settle(operation)
+            self._feeder.tell_held(is_idle=not self._engine.has_work)
             for watcher in self._engine.watchers():
                 self.tell(watcher)
-            self._deliver()
+            if not self._engine.has_work:
+                self._deliver()
         for command in self._next_commands():  # posted before the refusal, and not taken yet
             command()
         self._end_all(shutting_down, cancel=self._engine.cancel)
@@ -197,7 +207,8 @@ class EngineThread:
 
     def settle(self, operation: Operation) -> None:
         """Tells those who wait for an operation what it has for them; on the engine's thread."""
-        self.tell(operation)
+        if isinstance(operation, Generation):
+            self._feeder.tell_paced(operation)
         if operation.is_done:
             for future in self._waiters.pop(operation, ()):
                 deliver = (
@@ -207,10 +218,9 @@ class EngineThread:
                 )
                 self._deliveries.append(deliver)
 
-    def tell(self, source: object) -> None:
-        """Hands the reader of a source, if any, what it has for it; on the engine's thread."""
-        if source in self._streams:
-            self._feed(self._streams[source])
+    def tell(self, watcher: Source[Any]) -> None:
+        """Tells who reads a watcher what it has for them; on the engine's thread."""
+        self._feeder.tell(watcher)
 
     def _abandon(self, begun: Sequence[Operation], future: "asyncio.Future[Operation]") -> None:
         for operation in begun:
@@ -223,50 +233,16 @@ class EngineThread:
             elif isinstance(operation, Commit):  # done: the answer is on its way to nobody
                 self._engine.disown(operation)
 
-    def _begin_stream(
-        self, stream: EngineStream[UpdateT], begin: Callable[[], Source[UpdateT]]
-    ) -> None:
-        if stream.is_closed:
-            return
-        try:
-            source = begin()
-        except Exception as error:
-            self._deliveries.append(partial(stream.fail, error))
-            return
-        stream.source = source
-        self._streams[source] = stream
-        self._feed(stream)
-
-    def _feed(self, stream: EngineStream[UpdateT]) -> None:
-        source, has_more = stream.source, True
-        while has_more and source is not None and source in self._streams and stream.may_take():
-            news, error, is_last = source.take_news(), source.error, source.is_done
-            if is_last:
-                del self._streams[source]
-            if news or is_last:
-                stream.num_sent += 1
-                self._deliveries.append(partial(stream.put, news, error, is_last=is_last))
-            has_more = source.has_more
-
-    def _cancel_stream(self, stream: EngineStream[Any], end: Callable[[Any], None]) -> None:
-        source = stream.source
-        if source is not None and self._streams.pop(source, None) is not None:
-            end(source)
-
     def _end_all(
         self, failure: Callable[[], AgentKVError], *, cancel: Callable[[Operation], None]
     ) -> None:
         """Ends everything under way, each context at its last committed token."""
-        for source, stream in self._streams.items():
+        for source in self._feeder.end_all(failure):
             if isinstance(source, Operation):
                 cancel(source)
-            assert stream.source is not None
-            put = partial(stream.put, stream.source.take_news(), failure(), is_last=True)
-            self._deliveries.append(put)
         for waited, futures in self._waiters.items():
             cancel(waited)
             self._deliveries.extend(partial(_fail, future, failure()) for future in futures)
-        self._streams.clear()
         self._waiters.clear()
 
     def _deliver(self) -> None:

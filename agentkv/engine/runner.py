@@ -1,6 +1,6 @@
 """What the engine asks of a model. Tests pass a runner and a mover that need no tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from agentkv.core.batch import Batch, StepResult
@@ -10,8 +10,14 @@ from agentkv.core.block_move import BlockMove, Place
 class Runner(Protocol):
     """Computes one step."""
 
-    def run(self, batch: Batch) -> StepResult:
-        """Does the copies, writes and reads KV, samples; answers in the order of the batch."""
+    def run(self, batch: Batch, meanwhile: Callable[[], None]) -> StepResult:
+        """Does the copies, writes and reads KV, samples; answers in the order of the batch.
+
+        Args:
+            batch: Of the step.
+            meanwhile: Called once, when there is nothing left to do but to wait for processor or
+                device; quick, and never fails.
+        """
         ...
 
 

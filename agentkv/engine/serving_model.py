@@ -76,7 +76,7 @@ class ServingModel:
             report("Compiling the model, which takes a minute or more")
             compile_model(loaded.model)
         report("Comparing forked branches with the model's own attention")
-        sampler = Sampler()
+        sampler = Sampler(native)
         _prove(loaded.model, shape, sampler, config, adapters)
         weights = convert_weights(loaded.model, kind, native)
         if kind is not None:  # once more: it is another model now

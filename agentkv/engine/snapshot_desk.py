@@ -5,19 +5,21 @@ affair, and the order of it all is `snapshots`'.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentkv.config import LimitsConfig
 from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.lease_keeper import LeaseKeeper
+from agentkv.core.lineage import family
+from agentkv.core.observer import Observer
 from agentkv.core.segment import Hold
 from agentkv.core.tree_image import ROOT, StoredBlock, TreeImage, capture
 from agentkv.core.tree_planting import Planting
 from agentkv.core.views import ContextView
+from agentkv.engine.engine_clock import EngineClock
 from agentkv.engine.outputs import ModelFacts
 from agentkv.errors import AgentKVError, ContextBusy, InvalidRequest, Reason
 
@@ -88,21 +90,19 @@ class SnapshotDesk:
     def __init__(
         self,
         store: ContextStore,
+        observer: Observer,
         leases: LeaseKeeper,
+        clock: EngineClock,
         facts: ModelFacts,
-        limits: LimitsConfig,
-        clock: Callable[[], float],
-        tick: Callable[[], None],
         porter: KVPorter | None,
     ) -> None:
         self.porter = porter
         """None when there is no KV to carry: then tokens alone are saved."""
         self._store = store
+        self._observer = observer
         self._leases = leases
-        self._facts = facts
-        self._limits = limits
         self._clock = clock
-        self._tick = tick
+        self._facts = facts
 
     # -- save --------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class SnapshotDesk:
             NotFound: The handle is unknown.
             InvalidRequest: It has an adapter: a snapshot could not say which weights those are.
         """
-        self._tick()
+        self._clock.tick()
         store, with_kv = self._store, with_kv and self.porter is not None
         context = store.get(tenant, context_id)
         if context.adapter:
@@ -131,7 +131,7 @@ class SnapshotDesk:
                 reason=Reason.UNSUPPORTED_OPTION,
                 violations={"context_id": "names a context with an adapter"},
             )
-        contexts = store.family(context) if recursive else [context]
+        contexts = family(context, store) if recursive else [context]
         pins = [store.fork_hidden(context, 1)[0] for context in contexts]
         tails = [pin.tail for pin in pins]
         image = capture(store.tree, contexts, tails, with_kv=with_kv)
@@ -139,7 +139,7 @@ class SnapshotDesk:
             for pin in pins:
                 store.set_hold(pin, Hold.FIRM)
         for context in contexts:
-            self._leases.touch(context, self._clock())
+            self._leases.touch(context, self._clock.now())
         saving = Saving(image, image.blocks(self.block_size), pins, _owners(image))
         if not with_kv:
             self.end(saving)
@@ -166,14 +166,14 @@ class SnapshotDesk:
 
     def end(self, saving: Saving) -> None:
         """Lets go of what is saved. Ending twice is fine."""
-        self._tick()
+        self._clock.tick()
         pins, saving.pins = saving.pins, []
         for pin in pins:
             self._store.release(pin)
 
     def abandon(self, planting: Planting) -> None:
         """Lets go of what is being restored. Abandoning what is finished does nothing."""
-        self._tick()
+        self._clock.tick()
         planting.abandon()
 
     # -- restore -----------------------------------------------------------------------------
@@ -204,14 +204,14 @@ class SnapshotDesk:
         Raises:
             PoolExhausted: The tenant may not have so many contexts.
         """
-        self._tick()
+        self._clock.tick()
         self._store.require_room(tenant, len(image.contexts), 0)
         return Planting(self._store, tenant, image)
 
     def write(self, planting: Planting, first: int, last: int, parts: Parts) -> None:
         """Gives the image's blocks [first, last) blocks of the pool, as far as there is room."""
         assert self.porter is not None
-        self._tick()
+        self._clock.tick()
         fills = planting.reserve(first, last)
         if fills:
             rows = [fill.number - first for fill in fills]
@@ -229,8 +229,8 @@ class SnapshotDesk:
             InvalidRequest: The time is one that no lease can have.
             PoolExhausted: A limit on contexts, depth or pins.
         """
-        self._tick()
-        now, made = self._clock(), list[Context]()
+        self._clock.tick()
+        now, made = self._clock.now(), list[Context]()
         try:
             leases = [
                 self._leases.propose(
@@ -247,7 +247,7 @@ class SnapshotDesk:
             raise
         for context in made:
             self._leases.admit(context, now)
-        return tuple(self._store.view(context) for context in made)
+        return tuple(self._observer.view(context) for context in made)
 
     def _table(self, pin: Context) -> dict[int, int]:
         """Lists the blocks on a pin's path that are computed, by their numbers."""

@@ -1,21 +1,19 @@
-"""The folder of snapshots: names, sizes, and writes that are there whole or not at all.
+"""The folder of snapshots: names, sizes, and what is read of them, whole or not at all.
 
     DIR/<sha256 of the tenant>/NAME.json         the manifest; what has none is no snapshot
     DIR/<sha256 of the tenant>/data-RANDOM/      its files
 
-The manifest is put in place by one rename, after everything else is on disk. It knows no context
-and no tensor; every method may be slow, and belongs on a thread that may wait for the disk.
+The manifest is put in place last, by `snapshot_writer`. It knows no context and no tensor; every
+method may be slow, and belongs on a thread that may wait for the disk.
 """
 
-import errno
 import hashlib
-import os
 import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +25,17 @@ from agentkv.engine.snapshot_manifest import (
     Manifest,
     corrupt,
     decode_manifest,
-    encode_manifest,
+)
+from agentkv.engine.snapshot_writer import (
+    DATA_FOLDER,
+    SnapshotWriter,
+    require_free,
+    sync,
+    telling,
+    too_much,
 )
 from agentkv.errors import (
     ContextLost,
-    InternalError,
     InvalidRequest,
     NotFound,
     PoolExhausted,
@@ -43,7 +47,6 @@ ORPHAN_AGE = 3600.0
 """Seconds after which files without a manifest are of a server that was killed, not of one that
 is writing them."""
 READ_BYTES = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SnapshotStore:
@@ -100,7 +103,7 @@ class SnapshotStore:
         except OSError as error:
             raise corrupt(name, f"its manifest cannot be read ({error.strerror})") from error
         manifest = decode_manifest(data, name)
-        if not re.fullmatch(r"data-[0-9a-f]{32}", manifest.folder):
+        if not DATA_FOLDER.fullmatch(manifest.folder):
             raise corrupt(name, "its manifest names a folder that is none of a snapshot")
         return manifest
 
@@ -138,13 +141,13 @@ class SnapshotStore:
         folder = None
         with suppress(ContextLost):
             folder = self.read(tenant, name).folder
-        with _telling(name):
+        with telling(name):
             path.unlink(missing_ok=True)
-            _sync(path.parent)
+            sync(path.parent)
         if folder is not None:
             shutil.rmtree(path.parent / folder, ignore_errors=True)
 
-    def begin(self, tenant: str, name: str, num_bytes: int, *, overwrite: bool) -> "SnapshotWriter":
+    def begin(self, tenant: str, name: str, num_bytes: int, *, overwrite: bool) -> SnapshotWriter:
         """Begins a snapshot of about so many bytes.
 
         Raises:
@@ -152,23 +155,16 @@ class SnapshotStore:
             PoolExhausted: It would exceed what the tenant may keep, or the disk is full.
         """
         path = self._manifest_path(tenant, name)
-        self._require_free(path, name, overwrite=overwrite)
-        with _telling(name):
+        require_free(path, overwrite=overwrite)
+        with telling(name):
             path.parent.mkdir(exist_ok=True, mode=0o700)
         room = self._room(tenant, name)
         if num_bytes > room:
-            raise self._too_much(num_bytes, room)
+            raise too_much(num_bytes, room, self._config.max_bytes)
         folder = path.parent / f"data-{secrets.token_hex(16)}"
-        with _telling(name):
+        with telling(name):
             folder.mkdir(mode=0o700)
-        return SnapshotWriter(self, path, folder, name, room, overwrite=overwrite)
-
-    def _require_free(self, path: Path, name: str, *, overwrite: bool) -> None:
-        if path.exists() and not overwrite:
-            raise InvalidRequest(
-                f"A snapshot {name} exists already; choose another name, or overwrite it.",
-                reason=Reason.SNAPSHOT_EXISTS,
-            )
+        return SnapshotWriter(path, folder, room, self._config.max_bytes, overwrite=overwrite)
 
     def _room(self, tenant: str, name: str) -> int:
         """Counts the bytes a tenant may still write, beside the snapshot it may replace."""
@@ -185,19 +181,6 @@ class SnapshotStore:
             with suppress(NotFound, ContextLost):
                 held += self.read(tenant, path.stem).num_bytes + path.stat().st_size
         return self._config.max_bytes - held
-
-    def _too_much(self, need: int, room: int) -> PoolExhausted:
-        return PoolExhausted(
-            f"The snapshot takes {need} bytes, and {max(0, room)} of {self._config.max_bytes} are "
-            "left; delete some, or save without KV.",
-            reason=Reason.TENANT_QUOTA,
-            metadata={
-                "quota": "snapshot_bytes",
-                "limit": self._config.max_bytes,
-                "need": need,
-                "free": max(0, room),
-            },
-        )
 
     def _manifests(self, tenant: str) -> list[Path]:
         found = self._folder(tenant).glob("*.json")
@@ -245,130 +228,11 @@ class SnapshotStore:
             raise corrupt(manifest.name, f"its file {entry.name} does not have its checksum")
 
 
-class SnapshotWriter:
-    """One snapshot on its way to disk; nothing of it can be seen before `commit`."""
-
-    def __init__(
-        self,
-        store: SnapshotStore,
-        path: Path,
-        folder: Path,
-        name: str,
-        room: int,
-        *,
-        overwrite: bool,
-    ) -> None:
-        self.folder = folder.name
-        self._store = store
-        self._path = path
-        self._data = folder
-        self._name = name
-        self._room = room
-        self._overwrite = overwrite
-        self._is_visible = False
-
-    def write(self, file_name: str, data: bytes) -> FileEntry:
-        """Writes one file, to the disk itself.
-
-        Raises:
-            PoolExhausted: It exceeds what the tenant may keep, or the disk is full.
-        """
-        self._room -= len(data)
-        if self._room < 0:
-            raise self._store._too_much(len(data), self._room + len(data))
-        with _telling(self._name):
-            _write(self._data / file_name, data)
-        return FileEntry(file_name, len(data), hashlib.sha256(data).hexdigest())
-
-    def commit(self, manifest: Manifest) -> None:
-        """Makes the snapshot visible, in place of the one it replaces; whole, or not at all.
-
-        Raises:
-            InvalidRequest: Another one of this name was saved meanwhile.
-            PoolExhausted: The disk is full.
-        """
-        self._store._require_free(self._path, self._name, overwrite=self._overwrite)
-        replaced = None
-        with suppress(OSError, ContextLost, NotFound):
-            replaced = decode_manifest(self._path.read_bytes(), self._name).folder
-        hidden = self._data / "manifest"
-        with _telling(self._name):
-            _write(hidden, encode_manifest(manifest))
-            _sync(self._data)
-            if self._overwrite:
-                hidden.replace(self._path)
-            else:
-                _place(hidden, self._path)
-            self._is_visible = True
-            _sync(self._path.parent)
-        if replaced is not None and re.fullmatch(r"data-[0-9a-f]{32}", replaced):
-            shutil.rmtree(self._path.parent / replaced, ignore_errors=True)
-
-    def abort(self) -> None:
-        """Removes what was written, unless it was committed."""
-        if not self._is_visible:
-            shutil.rmtree(self._data, ignore_errors=True)
-
-
 class SnapshotFolder(NamedTuple):
     """Where snapshots are kept, and for which model."""
 
     store: SnapshotStore
     model: Fingerprint
-
-
-def _place(hidden: Path, path: Path) -> None:
-    """Moves a file to a name that nobody has; a link fails where a rename would replace.
-
-    Raises:
-        InvalidRequest: Somebody has it.
-    """
-    try:
-        os.link(hidden, path)
-    except FileExistsError:
-        raise InvalidRequest(
-            f"A snapshot {path.stem} exists already; choose another name, or overwrite it.",
-            reason=Reason.SNAPSHOT_EXISTS,
-        ) from None
-    hidden.unlink()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _telling(name: str) -> Iterator[None]:
-    """Turns what a disk says into an error of ours.
-
-    Raises:
-        PoolExhausted: The disk is full.
-        InternalError: It failed otherwise.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            raise PoolExhausted(
-                f"The server's disk has no room for the snapshot {name}; nothing of it was kept. "
-                "Delete snapshots, or save without KV.",
-                reason=Reason.DISK_FULL,
-            ) from error
-        raise InternalError(
-            f"The server cannot write snapshots: {error.strerror}; nothing of {name} was kept."
-        ) from error
 
 
 def _remove_orphans(tenant: Path) -> None:

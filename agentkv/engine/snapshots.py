@@ -7,28 +7,32 @@ waits for a whole tree; steps run between the pieces.
 
 import asyncio
 import time
-from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.model_identity import Fingerprint
-from agentkv.core.tree_image import TreeImage, check_image
 from agentkv.core.tree_planting import Planting
 from agentkv.engine.engine import Engine
 from agentkv.engine.engine_thread import EngineThread
 from agentkv.engine.outputs import Restored, Saved, SnapshotView
-from agentkv.engine.snapshot_desk import KVPorter, Parts, Saving
-from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, corrupt, runs_of
-from agentkv.engine.snapshot_store import SnapshotFolder, SnapshotStore, SnapshotWriter
+from agentkv.engine.snapshot_desk import KVPorter, Saving
+from agentkv.engine.snapshot_files import (
+    MAX_HEADER,
+    read_image,
+    read_parts,
+    write_parts,
+    write_tokens,
+)
+from agentkv.engine.snapshot_manifest import FileEntry, KVEntry, Manifest, runs_of
+from agentkv.engine.snapshot_store import SnapshotFolder
+from agentkv.engine.snapshot_writer import SnapshotWriter
 from agentkv.errors import ContextLost, InvalidRequest, Reason
 
 PIECE_BYTES = 32 << 20
 """Bytes of KV that are on their way at once."""
-MAX_HEADER = 1 << 16
-"""Bytes of a file beside its tensors, at most."""
 _Answer = TypeVar("_Answer")
 
 
@@ -95,12 +99,11 @@ class Snapshots:
     ) -> Saved:
         porter = self._porter
         need = 4 * saving.image.num_tokens + porter.bytes_per_block * len(saving.blocks)
-        begin = partial(folder.store.begin, tenant, name, need, overwrite=overwrite)
-        writing = asyncio.ensure_future(self._on_disk(begin))
+        begun = self._files.submit(folder.store.begin, tenant, name, need, overwrite=overwrite)
         is_done = False
         try:
-            writer = await asyncio.shield(writing)
-            entry = await self._on_disk(lambda: _write_tokens(writer, porter, saving.image))
+            writer = await asyncio.shield(asyncio.wrap_future(begun))
+            entry = await self._on_disk(lambda: write_tokens(writer, porter, saving.image))
             kv = await self._save_kv(writer, saving) if saving.blocks else None
             manifest = Manifest(
                 name=name,
@@ -117,8 +120,8 @@ class Snapshots:
             is_done = True
         finally:
             if not is_done:
-                writing.add_done_callback(self._abort)
-        return Saved(_view(manifest), await self._thread.call(self._engine.pool_view))
+                self._abort(begun)
+        return Saved(_view(manifest), await self._thread.call(self._engine.observer.pool))
 
     async def _save_kv(self, writer: SnapshotWriter, saving: Saving) -> KVEntry:
         desk = self._engine.snapshots
@@ -129,18 +132,25 @@ class Snapshots:
             parts = await self._thread.call(partial(desk.read, saving, first, last))
             file_name = f"kv-{len(files):06d}.safetensors"
             files.append(
-                await self._on_disk(partial(_write_parts, writer, self._porter, file_name, parts))
+                await self._on_disk(partial(write_parts, writer, self._porter, file_name, parts))
             )
         layout = self._porter.layout
         return KVEntry(layout, desk.block_size, len(saving.blocks), per_file, tuple(files))
 
-    def _abort(self, writing: "asyncio.Future[SnapshotWriter]") -> None:
-        """Removes what was written, after what is being written on the same thread."""
-        if not writing.cancelled() and writing.exception() is None:
-            try:
-                self._files.submit(writing.result().abort)
-            except RuntimeError:  # closed meanwhile
-                writing.result().abort()
+    def _abort(self, begun: Future[SnapshotWriter]) -> None:
+        """Removes what was written, after what is being written on the same thread.
+
+        Whatever is asked of the folder from now on comes after that.
+        """
+
+        def abort() -> None:
+            if begun.exception() is None:
+                begun.result().abort()
+
+        try:
+            self._files.submit(abort)
+        except RuntimeError:  # closed meanwhile
+            abort()
 
     # -- restore -----------------------------------------------------------------------------
 
@@ -166,16 +176,14 @@ class Snapshots:
         """
         folder = self._folder()
         body = (name, with_kv, lease)
-        known = await self._thread.call(
-            lambda: self._engine.find_reply(tenant, "Restore", request_id, body)
-        )
+        known = await self._thread.call(lambda: self._known(tenant, request_id, body))
         if isinstance(known, Restored):
             return known
         manifest = await self._on_disk(lambda: folder.store.read(tenant, name))
         _require_model(manifest, folder.model)
         await self._on_disk(lambda: folder.store.require_whole(tenant, manifest))
         image = await self._on_disk(
-            lambda: _read_image(folder.store, self._porter, tenant, manifest)
+            lambda: read_image(folder.store, self._porter, tenant, manifest)
         )
         await self._on_disk(lambda: self._engine.snapshots.check(image))
         refusal = await self._check_kv(folder, tenant, manifest) if with_kv else None
@@ -221,7 +229,7 @@ class Snapshots:
             first = number * kv.blocks_per_file
             last = min(first + kv.blocks_per_file, kv.num_blocks)
             read = partial(
-                _read_parts, folder.store, self._porter, tenant, manifest, entry, last - first
+                read_parts, folder.store, self._porter, tenant, manifest, entry, last - first
             )
             parts = await self._on_disk(read)
             await self._thread.call(partial(desk.write, planting, first, last, parts))
@@ -236,22 +244,28 @@ class Snapshots:
         refusal: str,
     ) -> Restored:
         """Makes the contexts, on the engine's thread, unless a repeat of the call was faster."""
-        known = self._engine.find_reply(tenant, "Restore", request_id, body)
+        known = self._known(tenant, request_id, body)
         if isinstance(known, Restored):
             return known
         num_kv_tokens = planting.num_computed
         contexts = self._engine.snapshots.finish(planting, lease)
         saved_ids = tuple(saved.id for saved in planting.image.contexts)
-        pool = self._engine.pool_view()
+        pool = self._engine.observer.pool()
         restored = Restored(contexts, saved_ids, num_kv_tokens, refusal, pool)
-        self._engine.record_reply(tenant, "Restore", request_id, body, restored)
+        now = self._engine.clock.now()
+        self._engine.replies.record(tenant, "Restore", request_id, body, restored, now)
         return restored
+
+    def _known(self, tenant: str, request_id: str | None, body: object) -> object | None:
+        """Finds the answer to an earlier call with this id, on the engine's thread."""
+        now = self._engine.clock.now()
+        return self._engine.replies.find(tenant, "Restore", request_id, body, now)
 
     def _forget(self, tenant: str, request_id: str | None, restored: Restored) -> None:
         """Releases contexts that nobody hears of; with a request id a repeat may ask for them."""
         if request_id is None:
             ids = [context.id for context in restored.contexts]
-            self._engine.release(tenant, ids, allow_missing=True)
+            self._engine.contexts.release(tenant, ids, allow_missing=True)
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -311,47 +325,3 @@ def _require_model(manifest: Manifest, model: Fingerprint) -> None:
             reason=Reason.MODEL_MISMATCH,
             metadata={"differences": ",".join(differences), "model": manifest.model_name},
         )
-
-
-def _write_tokens(writer: SnapshotWriter, porter: KVPorter, image: TreeImage) -> FileEntry:
-    tokens = array("I")
-    for node in image.nodes:
-        tokens.extend(node.tokens)
-    return writer.write("tokens.safetensors", porter.encode_tokens(tokens))
-
-
-def _read_image(
-    store: SnapshotStore, porter: KVPorter, tenant: str, manifest: Manifest
-) -> TreeImage:
-    if manifest.tokens.num_bytes > 4 * manifest.num_tokens + MAX_HEADER:
-        raise corrupt(manifest.name, "its tokens take more bytes than there are tokens")
-    data = store.read_file(tenant, manifest, manifest.tokens)
-    tokens = porter.decode_tokens(data, manifest.num_tokens)
-    if tokens is None:
-        raise corrupt(manifest.name, "its tokens are not as many as its manifest says")
-    image = manifest.image(tokens)
-    wrong = check_image(image, manifest.kv.block_size if manifest.kv is not None else 1)
-    if wrong is None and manifest.kv is not None:
-        is_same = len(image.blocks(manifest.kv.block_size)) == manifest.kv.num_blocks
-        wrong = None if is_same else "it has not as many blocks of KV as its tokens need"
-    if wrong is not None:
-        raise corrupt(manifest.name, wrong)
-    return image
-
-
-def _write_parts(writer: SnapshotWriter, porter: KVPorter, name: str, parts: Parts) -> FileEntry:
-    return writer.write(name, porter.encode(parts))
-
-
-def _read_parts(
-    store: SnapshotStore,
-    porter: KVPorter,
-    tenant: str,
-    manifest: Manifest,
-    entry: FileEntry,
-    num_blocks: int,
-) -> Parts:
-    parts = porter.decode(store.read_file(tenant, manifest, entry), num_blocks)
-    if parts is None:
-        raise corrupt(manifest.name, f"its file {entry.name} holds other KV than it should")
-    return parts

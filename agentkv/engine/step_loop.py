@@ -62,11 +62,17 @@ class StepLoop:
             raise
         self._operations.update(dict.fromkeys(submitted, operation))
 
-    def step(self) -> list[Operation]:
-        """Runs one step; returns the operations that have news."""
+    def step(self, meanwhile: Callable[[], None]) -> list[Operation]:
+        """Runs one step; returns the operations that have news.
+
+        Args:
+            meanwhile: Called once: while a batch is computed, as the runner says, or at once.
+        """
         self._tick()
         self._take_in_fetched(0)
         step = self.scheduler.schedule()
+        if step is None or not step.works:
+            meanwhile()
         if step is None:
             if self.scheduler.has_work:  # all that is left waits for the disk
                 self._take_in_fetched(FETCH_WAIT)
@@ -81,7 +87,7 @@ class StepLoop:
             self._masks.begin([item for item in allowed if isinstance(item, GrammarMatcher)])
             try:
                 with self._costs.computing(step.batch.num_rows):
-                    result = self._runner.run(step.batch)
+                    result = self._runner.run(step.batch, meanwhile)
             except Exception:
                 _log.exception("a step of %d rows failed", step.batch.num_rows)
                 self._tick()

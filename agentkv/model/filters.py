@@ -4,8 +4,7 @@
 
 Order and meaning are those of transformers' processors. Probabilities are whole numbers held in
 float64, so that their sums are exact: a sum of arbitrary floating-point numbers depends on how a
-kernel splits the work, and so on the shape of the batch. A row's columns may be its whole
-vocabulary or candidates that hold all that stays (`agentkv.model.candidates`).
+kernel splits the work, and so on the shape of the batch.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ from torch import Tensor
 from agentkv.model.upload import upload
 from agentkv.sampling_params import SamplingParams
 
-_ENTROPY_UNIT = 2.0**44
-"""An entropy is below 2**5 nats, so whole numbers of this unit are exact in float64."""
+_MEAN_UNIT = 2.0**44
+"""A mean score lies in (-2**5, 0], so sums of whole numbers of this unit are exact in float64."""
 
 
 def weight_unit(vocab_size: int) -> float:
@@ -26,48 +25,40 @@ def weight_unit(vocab_size: int) -> float:
     return 2.0 ** (53 - vocab_size.bit_length())
 
 
-def weigh(scores: Tensor, vocab_size: int) -> Tensor:
+def weigh(scores: Tensor) -> Tensor:
     """Gives every token its share of the probability, to within half a unit.
 
     Args:
-        scores: (num_rows, num_columns), float64, divided by the temperature, at most 0, the
+        scores: (num_rows, vocab_size), float64, divided by the temperature, at most 0, the
             greatest of each row exactly 0; overwritten.
-        vocab_size: Tokens in the whole vocabulary, whatever the number of columns.
 
     Returns:
-        (num_rows, num_columns), float64, whole numbers.
+        (num_rows, vocab_size), float64, whole numbers.
     """
-    return scores.exp_().mul_(weight_unit(vocab_size)).round_()
+    return scores.exp_().mul_(weight_unit(scores.shape[1])).round_()
 
 
-def filtered_weights(
-    scores: Tensor,
-    params: Sequence[SamplingParams],
-    *,
-    vocab_size: int | None = None,
-    totals: Tensor | None = None,
-) -> Tensor:
+def filtered_weights(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Gives every token its share of the probability that the filters leave.
 
     Args:
-        scores: As for `weigh`; overwritten.
+        scores: (num_rows, vocab_size), as for `weigh`; overwritten.
         params: The filters of each row.
-        vocab_size: As for `weigh`; None takes the number of columns.
-        totals: (num_rows, 1), sum of the weights of a row's whole vocabulary, where that is not
-            the sum of the columns'; 0 elsewhere. None: nowhere.
 
     Returns:
-        (num_rows, num_columns), float64, whole numbers; at least one positive in every row.
+        (num_rows, vocab_size), float64, whole numbers; at least one positive in every row.
     """
-    width = vocab_size or scores.shape[1]
+    vocab_size = scores.shape[1]
     top_ks = {row: each.top_k for row, each in enumerate(params) if each.top_k is not None}
-    _apply_top_k(scores, {row: k for row, k in top_ks.items() if k < scores.shape[1]})
-    weights = weigh(scores, width)
-    _apply_top_p(weights, _below_one([each.top_p for each in params]), totals)
+    _apply_top_k(scores, {row: k for row, k in top_ks.items() if k < vocab_size})
+    typical_ps = _below_one([each.typical_p for each in params])
+    compared = scores[upload(list(typical_ps), torch.int64, scores.device)]
+    weights = weigh(scores)
+    _apply_top_p(weights, _below_one([each.top_p for each in params]))
     if any(each.min_p for each in params):
-        least = weight_unit(width) * _column([each.min_p or 0.0 for each in params], weights)
+        least = weight_unit(vocab_size) * _column([each.min_p or 0.0 for each in params], weights)
         weights.masked_fill_(weights < least, 0)
-    _apply_typical_p(weights, _below_one([each.typical_p for each in params]))
+    _apply_typical_p(weights, compared, typical_ps)
     return weights
 
 
@@ -102,7 +93,7 @@ def kth_largest(values: Tensor, ks: Sequence[int]) -> Tensor:
     return torch.from_numpy(least)
 
 
-def _apply_top_p(weights: Tensor, top_ps: dict[int, float], totals: Tensor | None) -> None:
+def _apply_top_p(weights: Tensor, top_ps: dict[int, float]) -> None:
     """Drops all but the smallest set of most likely tokens whose probability reaches p.
 
     Of equally likely tokens at the edge of the set, those with the lowest ids stay.
@@ -111,10 +102,7 @@ def _apply_top_p(weights: Tensor, top_ps: dict[int, float], totals: Tensor | Non
         return
     rows = upload(list(top_ps), torch.int64, weights.device)
     chosen = weights[rows]
-    total = chosen.sum(dim=-1, keepdim=True)
-    if totals is not None:
-        total = torch.maximum(total, totals[rows])
-    goal = _column(list(top_ps.values()), chosen) * total
+    goal = _column(list(top_ps.values()), chosen) * chosen.sum(dim=-1, keepdim=True)
     ranked = _ranked(chosen)
     reached_before = ranked.cumsum(dim=-1) - ranked
     num_kept = (reached_before < goal).sum(dim=-1, keepdim=True)
@@ -125,21 +113,26 @@ def _apply_top_p(weights: Tensor, top_ps: dict[int, float], totals: Tensor | Non
     weights[rows] = chosen.masked_fill_(~stays, 0)
 
 
-def _apply_typical_p(weights: Tensor, typical_ps: dict[int, float]) -> None:
+def _apply_typical_p(weights: Tensor, scores: Tensor, typical_ps: dict[int, float]) -> None:
     """Drops all but the tokens whose surprise is closest to the entropy, until they reach p.
 
-    Of equally surprising tokens at the edge of the set, all stay.
+    Surprise is the logarithm of a row's sum of exponentials less a token's score, and entropy is
+    its mean; so their distance is that of the score from the mean score. Of equally surprising
+    tokens at the edge of the set, all stay.
+
+    Args:
+        weights: (num_rows, vocab_size); those of dropped tokens become 0.
+        scores: (len(typical_ps), vocab_size), what was weighed, of these rows.
+        typical_ps: The shares to reach, by row.
     """
     if not typical_ps:
         return
     rows = upload(list(typical_ps), torch.int64, weights.device)
     chosen = weights[rows]
     total = chosen.sum(dim=-1, keepdim=True)
-    shares = chosen / total
-    surprise = -shares.log()  # infinite for what is dropped already
-    terms = (shares * surprise).nan_to_num_(0.0)
-    entropy = (terms * _ENTROPY_UNIT).round_().sum(dim=-1, keepdim=True) / _ENTROPY_UNIT
-    distance = (surprise - entropy).abs_()
+    terms = (chosen / total * scores).nan_to_num_(0.0)  # dropped tokens may have -inf
+    mean = (terms * _MEAN_UNIT).round_().sum(dim=-1, keepdim=True) / _MEAN_UNIT
+    distance = (scores - mean).abs_()
     order = _order(distance)
     reached = chosen.gather(1, order).cumsum(dim=-1)
     goal = _column(list(typical_ps.values()), chosen) * total

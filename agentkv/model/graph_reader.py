@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentkv.model.attention import LayerCall
 from agentkv.model.graph_sizes import Levels, smallest_level
-from agentkv.model.paged_step import AttentionOptions, LayerKV, PlanReader
+from agentkv.model.paged_step import AttentionOptions, PlanReader
 from agentkv_kernels import (
     AttentionPlan,
     Capacity,
@@ -22,13 +22,14 @@ from agentkv_kernels import (
     work_list_attention,
     work_options,
 )
+from agentkv_kernels.int8_layers import LayerCaches
 from agentkv_kernels.work_buffers import Buckets
 
 
 class GraphReader(Protocol):
     """A Reader whose work may be captured."""
 
-    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerCaches, slots: Tensor | None) -> Tensor:
         """Stores a layer's new KV where slots are given, and answers it."""
         ...
 
@@ -75,7 +76,7 @@ class WorkListReader:
         self._plan: AttentionPlan | None = None
         self._level: Buckets | None = None
 
-    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerCaches, slots: Tensor | None) -> Tensor:
         """Stores, then answers one layer from its kind's list."""
         if slots is not None:
             store_kv(
@@ -152,7 +153,7 @@ class PlanGraphReader:
         self._options = options
         self._reader: PlanReader | None = None
 
-    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerCaches, slots: Tensor | None) -> Tensor:
         """Stores, then answers one layer, as the plan loaded last says."""
         assert self._reader is not None, "nothing was loaded"
         return self._reader.attend(call, kv, slots)

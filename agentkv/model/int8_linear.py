@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from agentkv_kernels.int8_weights import PANEL, Int8Products, Int8Weights, fits
+from agentkv_kernels.int8_weights import PANEL, Int8Products, Int8Weights, Norm, fits
 
 IN_A_ROW = ("q_proj", "k_proj", "v_proj")
 """Projections of one input whose outputs follow each other."""
@@ -51,18 +51,23 @@ class Int8Linear(nn.Module):
         """Projects (..., in_features) to (..., out_features), float32."""
         return self._products.linear(input, self.weights, self.bias)
 
+    def normalised(self, input: Tensor, norm: Norm) -> Tensor:
+        """Does the same behind a norm of the input."""
+        return self._products.linear(input, self.weights, self.bias, norm)
+
 
 class Int8Embedding(nn.Module):
     """An embedding that reads the 8-bit weights of the head it is tied to."""
 
-    def __init__(self, weights: Int8Weights) -> None:
-        """Takes the weights of the head, (vocab_size, hidden_size)."""
+    def __init__(self, products: Int8Products, weights: Int8Weights) -> None:
+        """Takes the weights of the head, (vocab_size, hidden_size), and what reads them."""
         super().__init__()
         self.weights = weights
+        self._products = products
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the vectors of some tokens, (*input.shape, hidden_size) float32."""
-        return self.weights.rows(input)
+        return self._products.rows(input, self.weights)
 
 
 def quantise_linears(model: nn.Module, products: Int8Products) -> int:
@@ -98,7 +103,7 @@ def _quantise_tied_head(model: Any, products: Int8Products) -> int:
         return 0
     weights = Int8Weights.pack(head.weight.detach(), products.native)
     model.set_output_embeddings(Int8Linear(head, products, weights))
-    model.set_input_embeddings(Int8Embedding(weights))
+    model.set_input_embeddings(Int8Embedding(products, weights))
     return weights.nbytes
 
 

@@ -17,6 +17,7 @@ from agentkv.core.batch import Sample
 from agentkv.core.token_counter import TokenCounts
 from agentkv.model.row_chunks import row_chunks
 from agentkv.model.upload import upload, upload_array
+from agentkv_kernels.drawing import Drawing
 
 Ids = NDArray[np.int64]
 
@@ -31,12 +32,13 @@ def has_edits(sample: Sample) -> bool:
     )
 
 
-def edit_logits(logits: Tensor, samples: Sequence[Sample]) -> None:
+def edit_logits(logits: Tensor, samples: Sequence[Sample], drawing: Drawing | None = None) -> None:
     """Applies every row's edits.
 
     Args:
-        logits: (num_rows, vocab_size), float32; overwritten where a row has edits.
+        logits: (num_rows, vocab_size), float32, dense; overwritten where a row has edits.
         samples: What each row asks for, in the order of the rows.
+        drawing: The native kernels, for logits on a CPU.
     """
     rules = [(row, each.rules) for row, each in enumerate(samples) if each.rules is not None]
     biased = [(row, rule) for row, rule in rules if rule.biased_ids]
@@ -54,11 +56,12 @@ def edit_logits(logits: Tensor, samples: Sequence[Sample]) -> None:
     masks += [(row, mask) for row, each in enumerate(samples) for mask in each.masks]
     masks += [(row, each.allowed.bits()) for row, each in enumerate(samples) if each.allowed]
     if masks:
-        apply_masks(logits, [row for row, _ in masks], [mask for _, mask in masks])
+        apply = apply_masks if drawing is None else drawing.mask
+        apply(logits, [row for row, _ in masks], [mask for _, mask in masks])
 
 
 def apply_masks(logits: Tensor, rows: Sequence[int], masks: Sequence[bytes]) -> None:
-    """Rules out every token that is not in its row's mask.
+    """Rules out every token that is not in its row's mask: says in torch what `Drawing.mask` does.
 
     Args:
         logits: (num_rows, vocab_size), float32; overwritten.

@@ -24,7 +24,7 @@ from agentkv.model.graph_sizes import Levels, capacity, levels
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.logit_source import LogitSource
 from agentkv.model.lora import AdapterStep
-from agentkv.model.paged_step import AttentionOptions, PagedStep, PlanReader, Reader
+from agentkv.model.paged_step import AttentionOptions, PagedStep, PlanReader, Reader, nothing
 from agentkv.model.step_graph import StepGraph, graph_maker
 from agentkv.model.step_rows import StepRows
 from agentkv.model.upload import upload
@@ -111,11 +111,13 @@ class ModelRunner:
         self._num_steps = 0
         self._num_rows = 0
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> StepResult:
         """Computes one step.
 
         Args:
             batch: May have no rows, when all that is asked comes from kept heads.
+            meanwhile: Called once: before layers that are one native call, or once all of the
+                model is under way.
 
         Returns:
             Tokens, kept logits and log-probabilities in the order of the batch. A kept head is an
@@ -126,7 +128,7 @@ class ModelRunner:
         """
         with torch.inference_mode(), _current(self.kv.shape.device):
             self.kv.copy(batch.copies)
-            source = self._forward(batch)
+            source = self._forward(batch, meanwhile)
             result = StepResult(
                 samples=tuple(self._sample(source, batch.samples)),
                 heads=tuple(source.keep(row) for row in batch.heads),
@@ -190,10 +192,11 @@ class ModelRunner:
         room = capacity(max_rows, make_levels(max_rows)[-1], self.kv.num_blocks)
         return WorkListReader(self._options, make_levels, room, device)
 
-    def _forward(self, batch: Batch) -> LogitSource:
+    def _forward(self, batch: Batch, meanwhile: Callable[[], None]) -> LogitSource:
         """Runs the model on a batch's rows; without any, there are only the heads it names."""
         asked = _asked_rows(batch)
         if not batch.num_rows:
+            meanwhile()
             return LogitSource(None, (), self._slice_bytes)
         # A graph has no adapter: which rows have one is decided on the host.
         graphs = None if batch.adapters else self._graphs
@@ -203,22 +206,32 @@ class ModelRunner:
         plan = self._planner.plan(batch, num_rows)
         logits = graphs.run(batch, plan) if fits and graphs is not None else None
         if logits is not None:
+            meanwhile()
             return LogitSource(logits, asked, self._slice_bytes)
         device = self.kv.shape.device
         rows = StepRows.of(batch, num_rows, device)
         reader = PlanReader(self._options, plan)
         if self._fixed_rows is not None:  # the head is a matrix product as well
             every = range(batch.num_rows)
-            return LogitSource(self._compute(rows, reader), every, self._slice_bytes)
+            logits = self._compute(rows, reader, meanwhile=meanwhile)
+            return LogitSource(logits, every, self._slice_bytes)
         wanted = upload(asked, torch.int64, device)
-        return LogitSource(self._compute(rows, reader, wanted), asked, self._slice_bytes)
+        logits = self._compute(rows, reader, wanted, meanwhile)
+        return LogitSource(logits, asked, self._slice_bytes)
 
-    def _compute(self, rows: StepRows, reader: Reader, wanted: Tensor | None = None) -> Tensor:
+    def _compute(
+        self,
+        rows: StepRows,
+        reader: Reader,
+        wanted: Tensor | None = None,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Tensor:
         """Runs the model; answers the wanted rows' logits, or every row's, (n, vocab_size)."""
-        self._step.begin(rows, reader)
+        self._step.begin(rows, reader, meanwhile)
         if wanted is None:
             wanted = torch.arange(len(rows.slots), device=rows.slots.device)
         logits = forward(self._model, self._step, rows.token_ids, rows.positions, wanted)
+        self._step.before_waiting()
         check_called_once(self._model, self._step.layers, self.kv.shape.num_layers)
         return logits
 

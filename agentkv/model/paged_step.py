@@ -5,6 +5,7 @@ where to write: a compiled model must not meet a new object at every step. How a
 to a Reader. This file knows no rows of logits and no sampling.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,25 +13,29 @@ from torch import Tensor
 from agentkv.model.attention import LayerCall
 from agentkv.model.kv_cache import KVCache
 from agentkv.model.step_rows import StepRows
-from agentkv_kernels import AttentionPlan, KVScales, store_and_attend, tree_attention
+from agentkv_kernels import AttentionPlan, store_and_attend, tree_attention
+from agentkv_kernels.int8_layers import LayerCaches
 from agentkv_kernels.ops import Implementation
 
 
-class LayerKV(NamedTuple):
-    """What one layer reads."""
+def nothing() -> None:
+    """Has nothing to do meanwhile."""
 
-    key: Tensor
-    """(num_blocks, block_size, num_kv_heads, head_dim)."""
-    value: Tensor
-    """The same."""
-    scales: KVScales | None
-    """Factors of an 8-bit pool."""
+
+class NativeView(NamedTuple):
+    """What a kernel needs that computes whole layers, their attention included."""
+
+    caches: tuple[LayerCaches, ...]
+    """Of each layer."""
+    slots: Tensor | None
+    """Where the rows' KV goes, (num_rows,) int64; None: nowhere."""
+    plan: AttentionPlan
 
 
 class Reader(Protocol):
     """Stores a layer's new KV, then attends."""
 
-    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerCaches, slots: Tensor | None) -> Tensor:
         """Answers one layer.
 
         Args:
@@ -58,9 +63,11 @@ class PlanReader:
 
     def __init__(self, options: AttentionOptions, plan: AttentionPlan) -> None:
         self._options = options
-        self._plan = plan
+        self.plan = plan
+        """The plan, which whoever computes on a CPU may read by itself if `is_plain`."""
+        self.is_plain = options.implementation in (None, "cpu") and not options.batch_invariant
 
-    def attend(self, call: LayerCall, kv: LayerKV, slots: Tensor | None) -> Tensor:
+    def attend(self, call: LayerCall, kv: LayerCaches, slots: Tensor | None) -> Tensor:
         """Answers one layer, as the plan is now."""
         implementation, batch_invariant = self._options
         if slots is None:
@@ -68,7 +75,7 @@ class PlanReader:
                 call.query,
                 kv.key,
                 kv.value,
-                self._plan,
+                self.plan,
                 scale=call.scale,
                 window=call.window,
                 softcap=call.softcap,
@@ -84,7 +91,7 @@ class PlanReader:
             kv.key,
             kv.value,
             slots,
-            self._plan,
+            self.plan,
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
@@ -105,11 +112,19 @@ class PagedStep:
         self._options = options
         self._rows: StepRows | None = None
         self._reader: Reader | None = None
+        self._meanwhile: Callable[[], None] = nothing
 
-    def begin(self, rows: StepRows, reader: Reader) -> None:
-        """Tells what the next pass computes."""
+    def begin(
+        self, rows: StepRows, reader: Reader, meanwhile: Callable[[], None] = nothing
+    ) -> None:
+        """Tells what the next pass computes, and what may be done while it does."""
         self.layers.clear()
-        self._rows, self._reader = rows, reader
+        self._rows, self._reader, self._meanwhile = rows, reader, meanwhile
+
+    def before_waiting(self) -> None:
+        """Does what may be done meanwhile, once a pass: this thread is about to wait for long."""
+        meanwhile, self._meanwhile = self._meanwhile, nothing
+        meanwhile()
 
     def attend(self, call: LayerCall) -> Tensor:
         """Stores the layer's new K and V unless another layer's serve it, then attends."""
@@ -117,6 +132,17 @@ class PagedStep:
         assert self._reader is not None
         self.layers.append(call.layer)
         key, value = self._kv.layer(call.layer)
-        kv = LayerKV(key, value, self._kv.scales(call.layer))
+        kv = LayerCaches(key, value, self._kv.scales(call.layer))
         writes = self._rows.is_writing and self._kv.owns_kv(call.layer)
         return self._reader.attend(call, kv, self._rows.slots if writes else None)
+
+    def native_view(self, layers: Sequence[int]) -> NativeView | None:
+        """Returns what a native kernel needs to compute some layers; None where `attend` must."""
+        assert self._rows is not None, "no pass has begun"
+        reader, kv = self._reader, self._kv
+        if not isinstance(reader, PlanReader) or not reader.is_plain:
+            return None
+        if kv.shape.device.type != "cpu" or not all(kv.owns_kv(layer) for layer in layers):
+            return None
+        caches = tuple(LayerCaches(*kv.layer(layer), kv.scales(layer)) for layer in layers)
+        return NativeView(caches, self._rows.slots if self._rows.is_writing else None, reader.plan)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from agentkv.errors import InvalidRequest
 from agentkv.model.fused_layer import fuse_layers
+from agentkv.model.fused_model import fuse_model
 from agentkv.model.int8_linear import quantise_linears
 from agentkv_kernels.int8_weights import Int8Products
 from agentkv_kernels.native import NativeLibrary
@@ -80,7 +81,9 @@ def convert_weights(
     if kind == "int8":
         products = Int8Products(native)
         packed = quantise_linears(model, products)
-        fused = fuse_layers(model, products)
+        layers = fuse_layers(model, products)
+        fuse_model(model, layers)
+        fused = len(layers)
     elif kind == "bf16":
         _round_linears(model)
     if kind is not None:

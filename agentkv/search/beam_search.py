@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypedDict, TypeVar, Unpack
 from agentkv.client.async_context_handle import AsyncContextHandle
 from agentkv.client.completion import Completion
 from agentkv.client.context_handle import ContextHandle
-from agentkv.client.messages import SamplingOptions
+from agentkv.client.sampling_options import SamplingOptions
 from agentkv.errors import InvalidRequest
 from agentkv.search.beam_groups import BeamGroup, BeamOptions, Growth, Hypothesis, TopTokens
 

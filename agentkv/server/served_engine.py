@@ -9,10 +9,9 @@ from typing import Protocol, Self, TypeVar
 
 from agentkv.config import LeaseConfig, LimitsConfig
 from agentkv.constraint import Constraint, Continued, Tool
-from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import LeaseTerms
 from agentkv.core.usage_view import UsageView
-from agentkv.core.views import ContextView
+from agentkv.core.views import ContextPage, ContextView
 from agentkv.core.watch import WatchUpdate
 from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
 from agentkv.engine.grammar import Grammar

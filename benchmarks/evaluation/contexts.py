@@ -79,13 +79,18 @@ class Contexts:
         params = SamplingParams(max_tokens=num_out)
         if self._policy.shares and branches > 1:
             tenant = self._tenants[handles[0]]
-            generation = self._engine.generate_branches(tenant, handles[0], branches, params)
+            generation = self._engine.inference.generate_branches(
+                tenant, handles[0], branches, params
+            )
             ids = [request.context.id for request in generation.requests]
             self._tenants.update(dict.fromkeys(ids, tenant))
             self.release(handles)
             handles[:] = ids
             return [generation]
-        return [self._engine.generate(self._tenants[handle], handle, params) for handle in handles]
+        return [
+            self._engine.inference.generate(self._tenants[handle], handle, params)
+            for handle in handles
+        ]
 
     def rest(self, handles: list[str], *, is_last: bool) -> None:
         """Does with a session's contexts what the policy does between two calls."""
@@ -93,7 +98,7 @@ class Contexts:
         self.release(handles[first:])
         del handles[first:]
         if handles and self._policy.between is Between.PARK:
-            self._engine.update_lease(
+            self._engine.contexts.update_lease(
                 self._tenants[handles[0]], handles[0], LeaseTerms(LeaseMode.PARK)
             )
 
@@ -101,20 +106,20 @@ class Contexts:
         """Drops the handles of contexts that a failed call took with it."""
         for handle in tuple(handles):
             try:
-                self._engine.get(self._tenants[handle], handle)
+                self._engine.observer.get(self._tenants[handle], handle)
             except NotFound:
                 handles.remove(handle)
 
     def release(self, handles: Sequence[str]) -> None:
         """Gives contexts up; without sharing nobody will match what they leave, so it goes."""
         for handle in handles:
-            self._engine.release(self._tenants.pop(handle), [handle], allow_missing=True)
+            self._engine.contexts.release(self._tenants.pop(handle), [handle], allow_missing=True)
         if handles and not self._policy.shares:
             self._engine.flush_cache()
 
     def _create(self, handles: list[str], tokens: Sequence[int]) -> Commit:
         tenant = TENANT if self._policy.shares else f"{TENANT} {next(self._numbers)}"
-        commit = self._engine.create(tenant, tokens, lease=self._lease)
+        commit = self._engine.contexts.create(tenant, tokens, lease=self._lease)
         handle = commit.requests[0].context.id
         self._tenants[handle] = tenant
         handles.append(handle)
@@ -123,13 +128,13 @@ class Contexts:
     def _go_on(self, handles: list[str], keep: int, new: Sequence[int]) -> Commit:
         handle, tenant = handles[0], self._tenants[handles[0]]
         if not self._policy.shares:
-            self._engine.truncate(tenant, handle, keep)
-            return self._engine.extend(tenant, handle, new)
-        child = self._engine.fork(tenant, handle, at=keep, lease=self._lease)[0].id
+            self._engine.contexts.truncate(tenant, handle, keep)
+            return self._engine.contexts.extend(tenant, handle, new)
+        child = self._engine.contexts.fork(tenant, handle, at=keep, lease=self._lease)[0].id
         try:
-            commit = self._engine.extend(tenant, child, new)
+            commit = self._engine.contexts.extend(tenant, child, new)
         except AgentKVError:
-            self._engine.release(tenant, [child])
+            self._engine.contexts.release(tenant, [child])
             raise
         self._tenants[child] = tenant
         self.release([handle])

@@ -19,8 +19,8 @@ def saved_by_samples(num_in: int, num_out: int, num_samples: int) -> float:
     """Share of blocks that parallel samples of one prompt save, mean over the steps."""
     engine, parent = _prompt(num_in, num_out, num_samples)
     params = SamplingParams(max_tokens=num_out)
-    generation = engine.generate_branches(TENANT, parent, num_samples, params)
-    engine.release(TENANT, [parent])
+    generation = engine.inference.generate_branches(TENANT, parent, num_samples, params)
+    engine.contexts.release(TENANT, [parent])
     shares = []
     length = num_in
     while not generation.is_done:
@@ -38,10 +38,11 @@ def saved_by_beams(num_in: int, num_out: int, width: int, seed: int) -> float:
     shares = []
     for step in range(num_out):
         chosen = [source.choice(beams) for _ in range(width)]
-        children = [engine.fork(TENANT, beam)[0].id for beam in chosen]
-        engine.release(TENANT, beams)
+        children = [engine.contexts.fork(TENANT, beam)[0].id for beam in chosen]
+        engine.contexts.release(TENANT, beams)
         extensions = [
-            engine.extend(TENANT, child, [source.randrange(VOCAB_SIZE)]) for child in children
+            engine.contexts.extend(TENANT, child, [source.randrange(VOCAB_SIZE)])
+            for child in children
         ]
         for extension in extensions:
             engine.run(extension)
@@ -59,9 +60,9 @@ def _prompt(num_in: int, num_out: int, width: int) -> tuple[Engine, str]:
         max_depth=num_out + 1,
     )
     tokens = [place % VOCAB_SIZE for place in range(num_in)]
-    return engine, engine.run(engine.create(TENANT, tokens)).answer.context.id
+    return engine, engine.run(engine.contexts.create(TENANT, tokens)).answer.context.id
 
 
 def _saved(engine: Engine, num_sequences: int, length: int) -> float:
     alone = num_sequences * blocks_for(length, BLOCK_SIZE)
-    return 1 - engine.pool_view().live / alone
+    return 1 - engine.observer.pool().live / alone

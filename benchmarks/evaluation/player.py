@@ -74,7 +74,7 @@ class Player:
         self._clock = clock
         self._policy = policy
         self._longest = longest
-        view = engine.pool_view()
+        view = engine.observer.pool()
         self._block_size = view.block_size
         self._reserved = ContiguousPool(view.total) if policy.reserve else None
         self._contexts = Contexts(engine, policy)
@@ -147,7 +147,7 @@ class Player:
 
     def _measure(self, start: float) -> None:
         taken = self.num_reserved if self._reserved is not None else None
-        self.meter.pool(start, self._clock.now, self._engine.pool_view(), taken)
+        self.meter.pool(start, self._clock.now, self._engine.observer.pool(), taken)
 
     # -- the gate ----------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Player:
 
     def _refuse(self, call: Call) -> None:
         """Puts a refused call back; it is tried again later, as a client would."""
-        self.meter.refused(self._engine.pool_view())
+        self.meter.refused(self._engine.observer.pool())
         self._active.remove(call)
         self._calls = {key: other for key, other in self._calls.items() if other is not call}
         self._contexts.drop_lost(call.session.contexts)

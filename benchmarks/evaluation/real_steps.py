@@ -5,7 +5,7 @@ line that the simulation then takes. Pauses of the trace pass in no time, all el
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,10 +67,10 @@ class TimedRunner:
         self._runner = runner
         self.steps: list[StepTime] = []
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None]) -> StepResult:
         """Runs it, and notes how long it took."""
         start = time.perf_counter()
-        result = self._runner.run(batch)
+        result = self._runner.run(batch, meanwhile)
         self.steps.append(StepTime(work_of(batch), time.perf_counter() - start))
         return result
 

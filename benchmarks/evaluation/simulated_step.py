@@ -3,7 +3,7 @@
 The batch is what the real scheduler made, so what a policy shares or repeats shows in the work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from agentkv.core.batch import Batch, StepResult
@@ -46,10 +46,10 @@ class CostRunner(HollowRunner):
         self._clock = clock
         self._costs = costs
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None]) -> StepResult:
         """Moves the clock by the step's cost."""
         self._clock.now += self._costs.seconds(work_of(batch))
-        return super().run(batch)
+        return super().run(batch, meanwhile)
 
 
 class CostMover:

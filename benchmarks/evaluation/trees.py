@@ -97,16 +97,18 @@ def build(shape: Shape) -> Built:
     engine = hollow_engine(HollowRunner(), num_blocks=num_blocks, max_length=sum(shape.tokens) + 1)
     first = [[(node * 7 + place) % VOCAB_SIZE for place in range(shape.tokens[0])]
              for node in range(shape.nodes[0])]  # fmt: skip
-    level = [engine.run(engine.create(TENANT, tokens)).answer.context.id for tokens in first]
+    level = [
+        engine.run(engine.contexts.create(TENANT, tokens)).answer.context.id for tokens in first
+    ]
     for count, size in zip(shape.nodes[1:], shape.tokens[1:], strict=True):
         parents, level = level, []
         for node in range(count):
             parent = parents[node * len(parents) // count]
-            child = engine.fork(TENANT, parent)[0].id
+            child = engine.contexts.fork(TENANT, parent)[0].id
             tokens = [(node * 13 + place * 5) % VOCAB_SIZE for place in range(size)]
-            engine.run(engine.extend(TENANT, child, tokens))
+            engine.run(engine.contexts.extend(TENANT, child, tokens))
             level.append(child)
-    held = engine.pool_view().live
+    held = engine.observer.pool().live
     return Built(held, engine.view().computed_tokens - shape.num_distinct)
 
 
@@ -114,8 +116,8 @@ def recomputed_after_fork(length: int, at: int) -> int:
     """Counts the tokens that a first token costs after a fork at a position."""
     engine = hollow_engine(HollowRunner(), num_blocks=length, max_length=2 * length)
     tokens = [place % VOCAB_SIZE for place in range(length)]
-    parent = engine.run(engine.create(TENANT, tokens)).answer.context.id
+    parent = engine.run(engine.contexts.create(TENANT, tokens)).answer.context.id
     before = engine.view().computed_tokens
-    child = engine.fork(TENANT, parent, at=at)[0].id
-    engine.run(engine.generate(TENANT, child, SamplingParams(max_tokens=1)))
+    child = engine.contexts.fork(TENANT, parent, at=at)[0].id
+    engine.run(engine.inference.generate(TENANT, child, SamplingParams(max_tokens=1)))
     return engine.view().computed_tokens - before

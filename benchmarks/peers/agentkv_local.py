@@ -83,7 +83,7 @@ class LocalAgentKV:
             grown = self._decode(nodes, new)
             num_generated += [growing.num_tokens if growing else 0 for growing in grown]
             over = [number for number in ids if last_uses[number] <= index]
-            self._engine.release(TENANT, [ids.pop(number) for number in over])
+            self._engine.contexts.release(TENANT, [ids.pop(number) for number in over])
             if is_measured:
                 seconds.append(time.perf_counter() - begun)
                 first_tokens += [g.first_token_at - begun for g in grown if g]
@@ -98,25 +98,28 @@ class LocalAgentKV:
         return self._engine.view().computed_tokens
 
     def _open(self, nodes: list[Node], ids: dict[int, str]) -> list[str]:
-        """Makes the contexts of a wave, with the tokens they are given computed."""
-        new, commits = [], []
-        for node in nodes:
+        """Makes the contexts of a wave, with the tokens they are given computed together."""
+        contexts = self._engine.contexts
+        new, created, extended = [], {}, []
+        for number, node in enumerate(nodes):
             if node.parent is None:  # its handle comes with the answer
-                created = self._engine.run(self._engine.create(TENANT, node.given))
-                new.append(created.answer.context.id)
+                created[number] = contexts.create(TENANT, node.given)
+                new.append("")
                 continue
-            (view,) = self._engine.fork(TENANT, ids[node.parent], at=node.at)
+            (view,) = contexts.fork(TENANT, ids[node.parent], at=node.at)
             new.append(view.id)
             if node.given:
-                commits.append(self._engine.extend(TENANT, view.id, node.given))
-        for commit in commits:
-            self._engine.run(commit)
+                extended.append(contexts.extend(TENANT, view.id, node.given))
+        for number, operation in created.items():
+            new[number] = self._engine.run(operation).answer.context.id
+        for operation in extended:
+            self._engine.run(operation)
         return new
 
     def _decode(self, nodes: list[Node], ids: list[str]) -> list[Growing | None]:
         grown = [
             Growing(
-                self._engine.generate(
+                self._engine.inference.generate(
                     TENANT,
                     context_id,
                     SamplingParams(

@@ -28,8 +28,9 @@ from benchmarks.peers.protocol import (
 )
 
 SETTINGS = (
-    "agentkv serve with its defaults, on the loopback interface; branches "
-    "alike by GenerateBranches, others by Fork and Generate, as many calls at once as nodes"
+    "agentkv serve with its defaults, on the loopback interface; branches alike by one "
+    "GenerateBranches, others by Fork, Extend and Generate, the calls of a wave at once; a tree is "
+    "released by one call at the end"
 )
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
@@ -70,16 +71,18 @@ class ServedAgentKV:
         self._server.wait()
 
     async def _run(self, job: Job) -> Outcome:
-        run, last_uses = Run(), job.last_uses()
+        run = Run()
         first_tokens: list[float] = []
         seconds: list[float] = []
         reset_peak_rss(self._server.pid)
         rows = await self._rows()
+        num_waves = len(job.waves)
         for index, (is_measured, numbers) in enumerate(job.numbered()):
             begun = time.perf_counter()
             await self._wave(run, job, numbers)
-            over = [run.handles.pop(n) for n in list(run.handles) if last_uses[n] <= index]
-            await asyncio.gather(*(handle.release() for handle in over))
+            if index == num_waves - 1:
+                roots = [run.handles[n] for n, node in enumerate(job.nodes) if node.parent is None]
+                await asyncio.gather(*(root.release(recursive=True) for root in roots))
             if is_measured:
                 seconds.append(time.perf_counter() - begun)
                 first_tokens += [
@@ -99,7 +102,7 @@ class ServedAgentKV:
         return (await self._client.server_info()).counters.computed_tokens
 
     async def _wave(self, run: Run, job: Job, numbers: range) -> None:
-        """Runs the nodes of a wave at once: neighbours alike in one call."""
+        """Runs the nodes of a wave at once: neighbours that are alike in one call."""
         alike = [list(group) for _, group in groupby(numbers, key=lambda n: job.nodes[n])]
         calls = []
         for group in alike:

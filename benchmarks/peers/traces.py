@@ -36,6 +36,8 @@ def read_json(path: Path) -> Any:
 def game24_job(problems: Sequence[Any], number: int, encode: Encode, salt: int) -> Job:
     """Makes the breadth-first search of one problem: a wave a step, a branch a candidate.
 
+    Candidates of one state and one length stand side by side: engines sample them in one request.
+
     Args:
         problems: `game24_tot.json`.
         number: Which of them; the texts of those after it are the examples of the prompt.
@@ -52,10 +54,13 @@ def game24_job(problems: Sequence[Any], number: int, encode: Encode, salt: int) 
     for step in steps:
         wave: list[Node] = []
         found: dict[str, int] = {}
+        candidates = []
         for text in step["new_ys"]:
             parent = max((y for y in step["ys"] if text.startswith(y)), key=len)
-            line = encode(text[len(parent) :])
-            wave.append(Node(nodes[parent], None, (), max(1, len(line))))
+            length = max(1, len(encode(text[len(parent) :])))
+            candidates.append((nodes[parent], length, text))
+        for parent_number, length, text in sorted(candidates):
+            wave.append(Node(parent_number, None, (), length))
             found.setdefault(text, count)
             count += 1
         nodes = found

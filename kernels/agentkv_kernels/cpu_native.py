@@ -68,9 +68,11 @@ class NativeCalls:
         self._prepared: dict[object, _Prepared] = {}
         self._schedules: dict[ScheduleOptions, NativeSchedule] = {}
         self._buffer = ctypes.create_string_buffer(_LAYER.size + _SLOTS.size)
-        address = ctypes.addressof(self._buffer)
-        end = address + _LAYER.size
-        self._addresses = (address, end, end + 8)
+        self.address = ctypes.addressof(self._buffer)
+        """Of the layer that was laid out last."""
+        end = self.address + _LAYER.size
+        self.slot_range = (end, end + 8)
+        """Where a kernel writes the lowest and the highest slot."""
 
     def follow(self, plan: AttentionPlan) -> bool:
         """Cuts the schedules anew for the plan's new lengths."""
@@ -93,6 +95,30 @@ class NativeCalls:
         Raises:
             ValueError: A shape, size, device or number does not fit.
             TypeError: A dtype does not fit.
+        """
+        out = self.lay_out(query, k_cache, v_cache, modifiers, sinks, scales, new)
+        if out is not None:
+            self._attend(self.address, *self.slot_range)
+            self.check_slots(k_cache)
+        return out
+
+    def lay_out(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        modifiers: Modifiers,
+        sinks: Tensor | None,
+        scales: KVScales | None,
+        new: NewKV | None,
+    ) -> Tensor | None:
+        """Writes a layer at `address`, for a kernel that attends; arguments as in `attend`.
+
+        The range of slots that the kernel found goes to `slot_range`; the tensors must live until
+        then.
+
+        Returns:
+            Where the kernel writes its result; None where it cannot do this.
         """
         tensors = (query, k_cache, v_cache, sinks, *(scales or ()), *(new or ()))
         signature = (
@@ -125,10 +151,16 @@ class NativeCalls:
             0 if sinks is None else sinks.data_ptr(),
             *prepared.sizes,
         )
-        self._attend(*self._addresses)
+        return out
+
+    def check_slots(self, k_cache: Tensor) -> None:
+        """Checks the slots that the last call found.
+
+        Raises:
+            ValueError: One lies outside the pool; nothing was stored.
+        """
         low, high = _SLOTS.unpack_from(self._buffer, _LAYER.size)
         checks.check_slot_range(low, high, k_cache.shape[0] * k_cache.shape[1])
-        return out
 
     def _check(
         self,

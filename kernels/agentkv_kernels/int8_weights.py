@@ -11,12 +11,13 @@ knows no model. The layout is that of `_native/int8_panel.h`.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from agentkv_kernels.native import NativeLibrary
+from agentkv_kernels.scratch import Scratch
 
 GROUP = 64
 """Inputs that share a factor."""
@@ -114,17 +115,16 @@ class Int8Weights:
         return self.panels.view(torch.float32)[..., :PANEL]
 
 
-class Scratch:
-    """Memory that calls use one after the other; one thread at a time."""
+class Norm(NamedTuple):
+    """An RMS norm (Zhang and Sennrich 2019)."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    weight: Tensor
+    """(width,) float32."""
+    epsilon: float
 
-    def at_least(self, num_bytes: int) -> int:
-        """Returns an address with so many bytes behind it, of any contents."""
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8)
-        return self._memory.data_ptr()
+    def apply(self, rows: Tensor) -> Tensor:
+        """Normalises (..., width) float32 by torch."""
+        return rows * (rows.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * self.weight
 
 
 class Int8Products:
@@ -134,26 +134,34 @@ class Int8Products:
         """Takes the kernels, or None for torch alone."""
         self.native = native
         self.scratch = Scratch()
-        self._linear = (
-            None
-            if native is None
-            else native.function("int8_linear", _P, _N, _N, _P, _N, _P, _P, _N, _P, _N)
-        )
+        self._linear = self._rows = None
+        if native is not None:
+            self._linear = native.function(
+                *("int8_linear", _P, _N, _N, _P, _F, _P, _N, _P, _P, _N, _P, _N)
+            )
+            self._rows = native.function("int8_rows", _P, _N, _N, _N, _P, _N, _P)
 
-    def linear(self, rows: Tensor, weights: Int8Weights, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        rows: Tensor,
+        weights: Int8Weights,
+        bias: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor:
         """Multiplies rows with weights.
 
         Args:
             rows: (..., num_inputs) float32 on a CPU. A row with NaN or inf gives NaN.
             weights: Of `num_inputs` inputs.
             bias: (num_outputs,) float32, or None.
+            norm: Of the rows, before they are multiplied; None: as they are.
 
         Returns:
             (..., num_outputs) float32.
         """
         assert rows.shape[-1] == weights.num_inputs, "rows of another width"
         if self._linear is None:
-            return by_torch(rows, weights, bias)
+            return by_torch(rows if norm is None else norm.apply(rows), weights, bias)
         rows = rows.contiguous()
         out = rows.new_empty((*rows.shape[:-1], weights.num_outputs))
         num_rows = rows.numel() // weights.num_inputs
@@ -161,6 +169,8 @@ class Int8Products:
             rows.data_ptr(),
             num_rows,
             weights.num_inputs,
+            None if norm is None else norm.weight.data_ptr(),
+            0.0 if norm is None else norm.epsilon,
             weights.panels.data_ptr(),
             weights.panels.stride(0),
             None if bias is None else bias.data_ptr(),
@@ -168,6 +178,31 @@ class Int8Products:
             weights.num_outputs,
             self.scratch.at_least(scratch_bytes(num_rows, weights.num_inputs)),
             torch.get_num_threads(),
+        )
+        return out
+
+    def rows(self, outputs: Tensor, weights: Int8Weights) -> Tensor:
+        """Reads the weights of some outputs: an embedding.
+
+        Args:
+            outputs: (...) int64, each in [0, num_outputs).
+            weights: Of any outputs.
+
+        Returns:
+            (*outputs.shape, num_inputs) float32.
+        """
+        if self._rows is None:
+            return weights.rows(outputs)
+        outputs = outputs.contiguous()
+        out = torch.empty((*outputs.shape, weights.num_inputs))
+        self._rows(
+            weights.panels.data_ptr(),
+            weights.panels.stride(0),
+            weights.num_outputs,
+            weights.num_inputs,
+            outputs.data_ptr(),
+            outputs.numel(),
+            out.data_ptr(),
         )
         return out
 

@@ -118,7 +118,7 @@ def test_case_013_evicting_one_of_two_equal_runs() -> None:
     """Catches eviction that frees the blocks of the equal run beside the evicted one."""
     bench = Bench()
     prompt = numbers(11, 32)
-    operations = [bench.engine.create("tenant", prompt) for _ in range(2)]
+    operations = [bench.engine.contexts.create("tenant", prompt) for _ in range(2)]
     bench.drain()
     first, second = (operation.answer.context.id for operation in operations)
     assert set(bench.blocks(first)).isdisjoint(bench.blocks(second))
@@ -152,7 +152,7 @@ def test_case_014_nobody_is_charged_for_what_is_cached() -> None:
         bench.now += 2.0
         bench.release(context)
         bench.now += 1.0
-    usage = bench.engine.usage(TENANT)
+    usage = bench.engine.observer.usage(TENANT)
     (device,) = usage.tiers
     assert usage.bill.block_seconds[0] == device.held == 20 * 2.0 * 3
     assert device.taken == device.held + device.unheld
@@ -191,7 +191,7 @@ def test_case_017_look_ahead_slot_freed_twice(length: int, has_neighbours: bool)
     context = bench.create(prompt)
     neighbours = []
     if has_neighbours:
-        neighbours = [bench.engine.create("tenant", numbers(15 + n, 40)) for n in range(2)]
+        neighbours = [bench.engine.contexts.create("tenant", numbers(15 + n, 40)) for n in range(2)]
     expected = continuation(prompt, 2)
     updates = bench.finish(bench.start(context, 50, stop_token_ids=(expected[1],)))
     assert tokens_of(updates) == expected

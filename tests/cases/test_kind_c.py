@@ -30,7 +30,7 @@ def test_case_019_advertised_before_written(cause: str) -> None:
     prompt = numbers(1, 96)
     if cause == "failure":
         raise_in_step(bench, 2)
-    operation = bench.engine.create(TENANT, prompt)
+    operation = bench.engine.contexts.create(TENANT, prompt)
     bench.step()
     if cause == "cancel":
         bench.engine.cancel(operation)
@@ -55,7 +55,7 @@ def test_case_020_reserved_for_a_batch_that_never_ran() -> None:
     streams = [bench.start(context, 6) for context in decoding]
     bench.step()
     prompt = numbers(9, 48)
-    dropped = bench.engine.create(TENANT, prompt)
+    dropped = bench.engine.contexts.create(TENANT, prompt)
     raise_in_step(bench, 1)
     bench.step()
     assert dropped.error is not None
@@ -121,7 +121,7 @@ def test_case_024_work_size_computed_before_the_hit() -> None:
     assert bench.runner.batches[-1].positions == tuple(range(16, 29))
     bench.release(hit.context.id)
 
-    operations = [bench.engine.create(TENANT, tokens) for tokens in (prompt, fresh)]
+    operations = [bench.engine.contexts.create(TENANT, tokens) for tokens in (prompt, fresh)]
     bench.step()
     assert all(operation.is_done for operation in operations)
     assert bench.runner.batches[-1].num_rows == 13 + 50
@@ -155,7 +155,7 @@ def test_case_025_trim_moves_only_the_offset(is_fork: bool, num_others: int) -> 
         bench.runner.slots[slot] = Kv(-1, -1, -1)
 
     # Without the bench's audit, which would see the poison.
-    stream = bench.engine.generate(TENANT, n, SamplingParams(max_tokens=6))
+    stream = bench.engine.inference.generate(TENANT, n, SamplingParams(max_tokens=6))
     bench.engine.run(stream)
 
     for slot, kv in zip(slots, before, strict=True):
@@ -187,7 +187,7 @@ def test_case_027_duplicates_freed_under_a_request() -> None:
     """Catches equal runs merged behind the back of a request that still reads its own."""
     bench = Bench(num_blocks=16)
     prompt = numbers(12, 48)
-    operations = [bench.engine.create(TENANT, prompt) for _ in range(2)]
+    operations = [bench.engine.contexts.create(TENANT, prompt) for _ in range(2)]
     bench.drain()
     contexts = [operation.answer.context.id for operation in operations]
     bench.create(numbers(13, 80), pinned=True)

@@ -46,7 +46,7 @@ def test_case_030_two_equal_prompts_in_one_cold_batch() -> None:
     """Catches a match of blocks that the same step is only going to write."""
     bench = Bench()
     prompt = numbers(2, 32)
-    operations = [bench.engine.create(TENANT, prompt) for _ in range(2)]
+    operations = [bench.engine.contexts.create(TENANT, prompt) for _ in range(2)]
     bench.step()
     for operation in operations:
         assert operation.answer.usage.computed_tokens == 32

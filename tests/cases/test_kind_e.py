@@ -17,7 +17,9 @@ def test_case_036_aborted_group_leaves_nothing() -> None:
     prompt = numbers(1, 20)
     parent = bench.create(prompt)
     for _ in range(100):
-        group = bench.engine.generate_branches(TENANT, parent, 4, SamplingParams(max_tokens=200))
+        group = bench.engine.inference.generate_branches(
+            TENANT, parent, 4, SamplingParams(max_tokens=200)
+        )
         for _ in range(3):
             bench.engine.step()
         (branches,) = [u for u in group.take_news() if isinstance(u, Branches)]
@@ -45,7 +47,7 @@ def test_case_037_half_admitted_group() -> None:
     assert bench.view(second).num_children == 0
     assert bench.engine.view().num_contexts == 6
     with pytest.raises(PoolExhausted):
-        bench.engine.generate_branches(TENANT, second, 4, SamplingParams())
+        bench.engine.inference.generate_branches(TENANT, second, 4, SamplingParams())
     assert bench.engine.view().num_contexts == 6 and not bench.engine.has_work
     bench.release(*children[:2])
     assert len(bench.fork(second, 4)) == 4
@@ -56,8 +58,8 @@ def test_case_037_retry_with_the_same_request_id() -> None:
     """Catches a retry that makes a second set of children, and counts them."""
     bench = Bench(limits=LimitsConfig(max_contexts=8))
     parent = bench.create(numbers(1, 20))
-    views = bench.engine.fork(TENANT, parent, count=4, request_id="r")
-    assert bench.engine.fork(TENANT, parent, count=4, request_id="r") == views
+    views = bench.engine.contexts.fork(TENANT, parent, count=4, request_id="r")
+    assert bench.engine.contexts.fork(TENANT, parent, count=4, request_id="r") == views
     assert bench.engine.view().num_contexts == 5
     bench.end()
 
@@ -67,7 +69,9 @@ def test_case_038_first_finished_sample_ends_the_stream() -> None:
     bench = Bench(end_token_ids=[999])
     prompt = numbers(3, 31)
     parent = bench.create(prompt)
-    group = bench.engine.generate_branches(TENANT, parent, 3, SamplingParams(max_tokens=20))
+    group = bench.engine.inference.generate_branches(
+        TENANT, parent, 3, SamplingParams(max_tokens=20)
+    )
     ordinals = [request.stream.ordinal for request in group.requests]
     bench.runner.forced = {ordinals[0]: [5, 999], ordinals[1]: [6] * 20, ordinals[2]: [7] * 20}
     news = list(group.take_news())
@@ -132,7 +136,7 @@ def test_case_042_parent_released_while_its_child_copies() -> None:
     prompt, new = numbers(9, 20), numbers(10, 12)
     parent = bench.create(prompt)
     (child,) = bench.fork(parent)
-    operation = bench.engine.extend(TENANT, child, new)
+    operation = bench.engine.contexts.extend(TENANT, child, new)
     bench.step()
     assert bench.num_copies == 1 and not operation.is_done
     bench.release(parent)

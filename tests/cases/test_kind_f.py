@@ -21,21 +21,23 @@ from agentkv.sampling_params import SamplingParams
 def solo(prompt: list[int], *lengths: int, family: str = "llama") -> list[int]:
     """Generates on an engine with room for everything, nothing moved."""
     made = TinyEngine(build_tiny_model(family), num_blocks=64, block_size=4)
-    context = made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id
+    context = made.engine.run(made.engine.contexts.create(TENANT, prompt)).answer.context.id
     for length in lengths:
         generate(made, context, length)
     return made.tokens(TENANT, context)[len(prompt) :]
 
 
 def generate(made: TinyEngine, context_id: str, length: int) -> None:
-    made.engine.run(made.engine.generate(TENANT, context_id, SamplingParams(max_tokens=length)))
+    made.engine.run(
+        made.engine.inference.generate(TENANT, context_id, SamplingParams(max_tokens=length))
+    )
     made.engine.check()
     made.poison_free()
 
 
 def park(made: TinyEngine, context_id: str) -> None:
     """Parks, lets the KV leave, and poisons what it left."""
-    made.engine.update_lease(TENANT, context_id, PARK)
+    made.engine.contexts.update_lease(TENANT, context_id, PARK)
     made.engine.step()
     made.engine.check()
     made.poison_free()
@@ -64,11 +66,11 @@ def test_case_046_parked_right_after_the_step_that_wrote() -> None:
     """Catches a block carried off before its KV was written, in any layer."""
     made = TinyEngine(build_tiny_model("llama"), num_blocks=32, block_size=4, host_blocks=32)
     prompt = [(7 * i + 3) % VOCAB_SIZE for i in range(22)]
-    context = made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id
+    context = made.engine.run(made.engine.contexts.create(TENANT, prompt)).answer.context.id
     for _ in range(5):
         written = made.content(made.blocks(TENANT, context)[:5])  # those that are full
         park(made, context)
-        assert made.engine.get(TENANT, context).num_computed == 0
+        assert made.engine.observer.get(TENANT, context).num_computed == 0
         generate(made, context, 1)
         assert torch.equal(made.content(made.blocks(TENANT, context)[:5]), written)
     assert made.tokens(TENANT, context)[22:] == solo(prompt, *[1] * 5)
@@ -79,11 +81,12 @@ def test_case_048_no_context_gets_the_kv_of_another() -> None:
     made = TinyEngine(build_tiny_model("llama"), num_blocks=14, block_size=4, host_blocks=40)
     prompts = [[(20 * n + i) % VOCAB_SIZE for i in range(20)] for n in range(6)]
     contexts = [
-        made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id for prompt in prompts
+        made.engine.run(made.engine.contexts.create(TENANT, prompt)).answer.context.id
+        for prompt in prompts
     ]
     for turn in range(18):
         generate(made, contexts[turn % 6], 2)
-        view = made.engine.pool_view()
+        view = made.engine.observer.pool()
         assert view.free + view.live + view.cached == view.total
         assert view.host.free + view.host.live + view.host.cached == view.host.total
     assert made.engine.view().num_brought_back > 0
@@ -96,7 +99,7 @@ def test_case_049_a_corrupt_host_copy_is_recomputed() -> None:
     model = build_tiny_model("llama", num_hidden_layers=4)
     made = TinyEngine(model, num_blocks=16, block_size=4, host_blocks=16)
     prompt = [(11 * i + 5) % VOCAB_SIZE for i in range(14)]
-    context = made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id
+    context = made.engine.run(made.engine.contexts.create(TENANT, prompt)).answer.context.id
     made.drop_heads()
     park(made, context)
     rows = made.host._rows
@@ -104,11 +107,11 @@ def test_case_049_a_corrupt_host_copy_is_recomputed() -> None:
     generate(made, context, 4)
     assert made.engine.view().num_lost == 1
     other = [(13 * i + 2) % VOCAB_SIZE for i in range(14)]
-    fresh = made.engine.run(made.engine.create(TENANT, other)).answer.context.id
+    fresh = made.engine.run(made.engine.contexts.create(TENANT, other)).answer.context.id
     generate(made, fresh, 4)
     cold = TinyEngine(model, num_blocks=64, block_size=4)
     for tokens, name in ((prompt, context), (other, fresh)):
-        twin = cold.engine.run(cold.engine.create(TENANT, tokens)).answer.context.id
+        twin = cold.engine.run(cold.engine.contexts.create(TENANT, tokens)).answer.context.id
         generate(cold, twin, 4)
         assert made.tokens(TENANT, name) == cold.tokens(TENANT, twin)
 
@@ -242,11 +245,11 @@ def test_case_057_parked_contexts_do_not_wedge_the_pool(host_blocks: int) -> Non
     prompts = [numbers(number, 48) for number in range(3)]
     idle = [bench.create(prompt) for prompt in prompts]
     for context in idle:
-        bench.engine.update_lease(TENANT, context, PARK)
+        bench.engine.contexts.update_lease(TENANT, context, PARK)
     newcomer = numbers(5, 64)
-    operations = [bench.engine.create(TENANT, newcomer)]
+    operations = [bench.engine.contexts.create(TENANT, newcomer)]
     bench.step()
-    operations += [bench.engine.extend(TENANT, name, numbers(6, 40)) for name in idle[:2]]
+    operations += [bench.engine.contexts.extend(TENANT, name, numbers(6, 40)) for name in idle[:2]]
     bench.drain()
     assert [operation.error for operation in operations] == [None] * 3
     computed = bench.engine.view().computed_tokens

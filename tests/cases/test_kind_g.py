@@ -30,7 +30,7 @@ def test_case_054_holder_of_blocks_behind_one_that_has_none() -> None:
     bench = Bench(num_blocks=8)
     d_tokens, a_tokens = numbers(1, 62), numbers(2, 80)
     d = bench.create(d_tokens)
-    create = bench.engine.create(TENANT, a_tokens)
+    create = bench.engine.contexts.create(TENANT, a_tokens)
     stream = bench.start(d, 20)
     for _ in range(200):
         if not bench.engine.has_work:
@@ -61,7 +61,7 @@ class TestCase056RequestThatCanNeverFit:
         """Catches a request that waits for ever instead of being refused at once."""
         bench = Bench(num_blocks=5)
         with pytest.raises(PoolExhausted) as refusal:
-            bench.engine.create(TENANT, numbers(1, 81))
+            bench.engine.contexts.create(TENANT, numbers(1, 81))
         metadata = refusal.value.metadata
         assert (metadata["need"], metadata["total"]) == ("6", "5")
         assert refusal.value.retry_after is None
@@ -82,7 +82,7 @@ class TestCase056RequestThatCanNeverFit:
         prompt = numbers(1, 60)
         context = bench.create(prompt)
         stream = bench.start(context, 30)
-        behind = bench.engine.create(TENANT, numbers(9, 10))
+        behind = bench.engine.contexts.create(TENANT, numbers(9, 10))
         updates = bench.finish(stream)
         finish = finish_of(updates)
         assert tokens_of(updates) == continuation(prompt, 21)
@@ -96,7 +96,7 @@ class TestCase056RequestThatCanNeverFit:
         """Catches a limit that ignores the blocks which are kept back."""
         bench = Bench(num_blocks=5, watermark=1)
         with pytest.raises(PoolExhausted) as refusal:
-            bench.engine.create(TENANT, numbers(1, 65))
+            bench.engine.contexts.create(TENANT, numbers(1, 65))
         assert refusal.value.metadata["need"] == "5"
         assert refusal.value.retry_after is None
         bench.create(numbers(1, 64))
@@ -115,7 +115,7 @@ def test_case_057_idle_contexts_wedge_the_pool(mode: LeaseMode) -> None:
     prompts = [numbers(number, 48) for number in range(3)]
     idle = [bench.create(prompt) for prompt in prompts]
     for context in idle:
-        bench.engine.update_lease(TENANT, context, LeaseTerms(mode))
+        bench.engine.contexts.update_lease(TENANT, context, LeaseTerms(mode))
     newcomer = numbers(5, 64)
     if mode is LeaseMode.PIN:
         with pytest.raises(PoolExhausted) as refusal:
@@ -126,9 +126,11 @@ def test_case_057_idle_contexts_wedge_the_pool(mode: LeaseMode) -> None:
             bench.extend(idle[0], numbers(6, 40))
         assert bench.length(idle[0]) == 48
     else:
-        operations = [bench.engine.create(TENANT, newcomer)]
+        operations = [bench.engine.contexts.create(TENANT, newcomer)]
         bench.step()
-        operations += [bench.engine.extend(TENANT, name, numbers(6, 40)) for name in idle[:2]]
+        operations += [
+            bench.engine.contexts.extend(TENANT, name, numbers(6, 40)) for name in idle[:2]
+        ]
         bench.drain()
         assert [operation.error for operation in operations] == [None] * 3
         for name, prompt in zip(idle[:2], prompts, strict=False):
@@ -147,7 +149,7 @@ def test_case_058_prefill_always_wins() -> None:
     stream = bench.start(context, 50)
     prompts = []
     for number in range(20):
-        prompts.append(bench.engine.create(TENANT, numbers(100 + number, 256)))
+        prompts.append(bench.engine.contexts.create(TENANT, numbers(100 + number, 256)))
         before = bench.length(context)
         bench.step()
         assert bench.length(context) == before + 1

@@ -62,10 +62,10 @@ def test_case_065_penalty_counts_are_a_branchs_own(num_blocks: int, penalize_pro
     engine = made.engine
     params = SamplingParams(max_tokens=12, penalize_prompt=penalize_prompt, **PENALTIES)
     plainly = SamplingParams(max_tokens=12)
-    roots = [engine.run(engine.create(TENANT, p)).answer.context.id for p in PROMPTS]
-    children = [engine.fork(TENANT, root)[0].id for root in roots]
+    roots = [engine.run(engine.contexts.create(TENANT, p)).answer.context.id for p in PROMPTS]
+    children = [engine.contexts.fork(TENANT, root)[0].id for root in roots]
     running = [
-        engine.generate(TENANT, context_id, options)
+        engine.inference.generate(TENANT, context_id, options)
         for context_id, options in zip(
             (*roots, *children), (params, plainly, plainly, params), strict=True
         )
@@ -80,11 +80,11 @@ def test_case_065_penalty_counts_are_a_branchs_own(num_blocks: int, penalize_pro
     assert (engine.view().num_preemptions > 0) == (num_blocks == 13)
 
     # A second call counts what it generates itself; a fork of a truncated context likewise.
-    engine.truncate(TENANT, roots[0], len(PROMPTS[0]) + 5)
-    (child,) = engine.fork(TENANT, roots[0])
+    engine.contexts.truncate(TENANT, roots[0], len(PROMPTS[0]) + 5)
+    (child,) = engine.contexts.fork(TENANT, roots[0])
     before = [*PROMPTS[0], *found[0][:5]]
-    second = engine.run(engine.generate(TENANT, child.id, params))
+    second = engine.run(engine.inference.generate(TENANT, child.id, params))
     assert tokens_of(second) == [expected(before, params)]
-    branches = engine.run(engine.generate_branches(TENANT, roots[0], 3, params))
+    branches = engine.run(engine.inference.generate_branches(TENANT, roots[0], 3, params))
     assert tokens_of(branches) == [expected(before, params)] * 3
     engine.check()

@@ -28,13 +28,13 @@ def test_case_068_trial_tokens_leave_nothing() -> None:
     for child, token, value, after in zip(
         bench.fork(context, 3), candidates, cold, follow, strict=True
     ):
-        operation = bench.engine.extend(TENANT, child, [token], logprobs=True)
+        operation = bench.engine.contexts.extend(TENANT, child, [token], logprobs=True)
         assert list(bench.run(operation).answer.logprobs) == [value]
         assert bench.generate(child, 3) == after
         bench.release(child)
     free = bench.free
     for token, value, after in zip(candidates, cold, follow, strict=True):
-        operation = bench.engine.extend(TENANT, context, [token], logprobs=True)
+        operation = bench.engine.contexts.extend(TENANT, context, [token], logprobs=True)
         assert list(bench.run(operation).answer.logprobs) == [value]
         assert bench.generate(context, 3) == after
         bench.truncate(context, 20)
@@ -82,7 +82,7 @@ def test_case_071_a_group_whose_members_are_gone_is_preempted() -> None:
     while bench.length(children[3]) < 21:
         bench.step()
     told = [tokens_of(stream.take_news()) for stream in streams]
-    bench.engine.release(TENANT, [children[1]])
+    bench.engine.contexts.release(TENANT, [children[1]])
     bench.engine.cancel(streams[2])
     kept = bench.tokens(children[2])
     other = bench.start(bench.create(numbers(9, 9)), 3)

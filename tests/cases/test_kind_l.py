@@ -26,8 +26,7 @@ class Said:
     """An engine whose model says what it is told to."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.bench = Bench(end_token_ids=[2])
-        self.bench.engine.tokenizer = TOKENIZER
+        self.bench = Bench(end_token_ids=[2], tokenizer=TOKENIZER)
         self.root = self.bench.create(prompt)
 
     def say(self, context_id: str, ids: Sequence[int], **options: Any) -> Sequence[Update]:

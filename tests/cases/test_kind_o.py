@@ -23,7 +23,7 @@ def test_case_100_empty_prompt() -> None:
     stream = bench.start(neighbour, 10)
     bench.step()
     with pytest.raises(InvalidRequest):
-        bench.engine.create(TENANT, [])
+        bench.engine.contexts.create(TENANT, [])
     context = bench.create(numbers(2, 5))
     answer = bench.extend(context, [])
     assert answer.context.length == 5
@@ -35,7 +35,7 @@ def test_case_100_empty_prompt() -> None:
         with pytest.raises(InvalidRequest):
             bench.start(empty, 1)
         with pytest.raises(InvalidRequest):
-            bench.engine.score(TENANT, empty, [[1]])
+            bench.engine.inference.score(TENANT, empty, [[1]])
     bench.extend(child, prompt)
     assert bench.generate(child, 3) == continuation(prompt, 3)
     bench.finish(stream)
@@ -48,19 +48,23 @@ def test_case_102_quotas_refuse_before_work_grows() -> None:
     quotas = QuotasConfig(default=QuotaConfig(contexts=8, fan_out=4, blocks=4))
     bench = Bench(quotas=quotas)
     root = bench.create(numbers(6, 20))
-    before = bench.pool_view, bench.engine.view(), bench.engine.usage(TENANT).bill
+    before = bench.pool_view, bench.engine.view(), bench.engine.observer.usage(TENANT).bill
     for count in (0, 5, 5_000_000, 2**31 - 1):
         reason = Reason.TENANT_QUOTA if count == 5 else Reason.INVALID_REQUEST
         with pytest.raises(AgentKVError) as refusal:
             bench.fork(root, count)
         assert refusal.value.reason is reason
         with pytest.raises(AgentKVError) as refusal:
-            bench.engine.generate_branches(TENANT, root, count, SamplingParams())
+            bench.engine.inference.generate_branches(TENANT, root, count, SamplingParams())
         assert refusal.value.reason is reason
     with pytest.raises(PoolExhausted) as exhausted:
         bench.create(numbers(7, 100))
     assert exhausted.value.metadata["quota"] == "blocks"
-    assert (bench.pool_view, bench.engine.view(), bench.engine.usage(TENANT).bill) == before
+    assert (
+        bench.pool_view,
+        bench.engine.view(),
+        bench.engine.observer.usage(TENANT).bill,
+    ) == before
     bench.end()
 
 
@@ -85,7 +89,7 @@ def test_case_105_exact_context_limit(chunk: int) -> None:
         for call in (
             lambda name=context: bench.start(name, 1),
             lambda name=context: bench.extend(name, [1]),
-            lambda name=context: bench.engine.score(TENANT, name, [[1]]),
+            lambda name=context: bench.engine.inference.score(TENANT, name, [[1]]),
         ):
             with pytest.raises(InvalidRequest) as refusal:
                 call()
@@ -93,7 +97,7 @@ def test_case_105_exact_context_limit(chunk: int) -> None:
         assert bench.length(context) == 64
         assert len(bench.blocks(context)) <= 4
     with pytest.raises(InvalidRequest) as refusal:
-        bench.engine.create(TENANT, prompt)
+        bench.engine.contexts.create(TENANT, prompt)
     assert refusal.value.reason is Reason.CONTEXT_TOO_LONG
     assert max(p for batch in bench.runner.batches for p in batch.positions) <= 63
     bench.end()
@@ -124,24 +128,27 @@ def test_case_103_unknown_stop_or_bias_id(option: str) -> None:
     drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 
     def run_with(token: int | None) -> list[int]:
-        neighbour = engine.run(engine.create(TENANT, prompt)).answer.context.id
-        other = engine.run(engine.create(TENANT, prompt[:5])).answer.context.id
-        stream = engine.generate(TENANT, neighbour, drawn)
+        neighbour = engine.run(engine.contexts.create(TENANT, prompt)).answer.context.id
+        other = engine.run(engine.contexts.create(TENANT, prompt[:5])).answer.context.id
+        stream = engine.inference.generate(TENANT, neighbour, drawn)
         operations = [stream]
         if token is not None:
             value: Any = ((token, 1.0),) if option == "logit_bias" else (token,)
             params = SamplingParams(max_tokens=8, **{option: value})
             if token >= width:
-                for begin in (engine.generate, partial(engine.generate_branches, count=2)):
+                for begin in (
+                    engine.inference.generate,
+                    partial(engine.inference.generate_branches, count=2),
+                ):
                     with pytest.raises(InvalidRequest) as refusal:
                         begin(TENANT, other, params=params)
                     assert refusal.value.reason is Reason.TOKEN_OUT_OF_RANGE
                     assert list(refusal.value.violations) == [option]
             else:
-                operations.append(engine.generate(TENANT, other, params))
+                operations.append(engine.inference.generate(TENANT, other, params))
         for operation in operations:
             engine.run(operation)
-        engine.release(TENANT, [neighbour, other])
+        engine.contexts.release(TENANT, [neighbour, other])
         engine.check()
         return tokens_of(stream.take_news())
 

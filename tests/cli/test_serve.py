@@ -11,7 +11,7 @@ from cli.conftest import Invoke
 from server.fake_engine import FakeEngine
 
 from agentkv.cli import serve
-from agentkv.config import EngineConfig
+from agentkv.config import EngineConfig, ServerConfig
 from agentkv.engine.outputs import EngineView
 from agentkv.errors import InvalidRequest, UnsupportedModelError
 
@@ -30,7 +30,9 @@ def test_serve_announces_itself_and_stops_on_a_signal(
     """Catches a READY line that scripts cannot find, or comes before the server answers."""
     lines: list[str] = []
 
-    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+    def assemble(
+        config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+    ) -> FakeEngine:
         report("Converting")
         lines.append(config.model)
         return StoppingEngine()
@@ -50,9 +52,13 @@ def test_serve_announces_itself_and_stops_on_a_signal(
 def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an option that is accepted and changes nothing."""
     configs: list[EngineConfig] = []
+    servers: list[ServerConfig] = []
 
-    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+    def assemble(
+        config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+    ) -> FakeEngine:
         configs.append(config)
+        servers.append(server)
         raise UnsupportedModelError("Enough.")
 
     monkeypatch.setattr(serve, "assemble", assemble)
@@ -61,10 +67,12 @@ def test_options_reach_the_engine(invoke: Invoke, monkeypatch: pytest.MonkeyPatc
         *("--threads", "3", "--token-budget", "77", "--dtype", "bfloat16", "--device", "cuda:1"),
         *("--kv-dtype", "int8", "--no-graphs", "--fuse-weights", "--compile", "--batch-invariant"),
         *("--host-memory", "2GiB", "--disk-dir", "kv", "--disk-bytes", "3GiB"),
+        *("--stream-interval", "0.5"),
     )
     assert result.exit_code == 1
     assert result.stderr.endswith("error: Enough.\n")
-    (config,) = configs
+    (config,), (server,) = configs, servers
+    assert server.stream_interval == 0.5
     assert (config.kv_memory, config.num_blocks, config.block_size) == (3 << 29, None, 8)
     assert (config.max_length, config.num_threads) == (99, 3)
     assert config.scheduler.token_budget == 77
@@ -133,7 +141,9 @@ def test_a_failed_start_is_one_line(
 ) -> None:
     """Catches a traceback for a library or a model that is not there."""
 
-    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+    def assemble(
+        config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+    ) -> FakeEngine:
         raise error
 
     monkeypatch.setattr(serve, "assemble", assemble)
@@ -148,7 +158,9 @@ def test_a_module_of_our_own_that_is_missing_is_not_hidden(
 ) -> None:
     """Catches our own packaging bug shown as something the user should install."""
 
-    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+    def assemble(
+        config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+    ) -> FakeEngine:
         raise ModuleNotFoundError("No.", name="agentkv.engine.nothing")
 
     monkeypatch.setattr(serve, "assemble", assemble)
@@ -161,7 +173,9 @@ def test_quotas_are_read_from_a_file(
     """Catches a file of quotas that is not looked at, or whose fault is a traceback."""
     configs: list[EngineConfig] = []
 
-    def assemble(config: EngineConfig, report: Callable[[str], None]) -> FakeEngine:
+    def assemble(
+        config: EngineConfig, server: ServerConfig, report: Callable[[str], None]
+    ) -> FakeEngine:
         configs.append(config)
         raise UnsupportedModelError("Enough.")
 

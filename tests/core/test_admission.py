@@ -66,7 +66,7 @@ def test_waiting_contexts_give_way_after_idle_ones() -> None:
     """Catches KV taken from who is about to use it."""
     bench = Bench(num_blocks=6, block_size=4, max_running=1)
     soon, idle = bench.create(numbers(1, 8)), bench.create(numbers(2, 8))
-    create = bench.engine.create(TENANT, numbers(3, 12))
+    create = bench.engine.contexts.create(TENANT, numbers(3, 12))
     stream = bench.start(soon, 2)
     bench.step()
     assert create.is_done
@@ -79,8 +79,8 @@ def test_waiting_contexts_give_way_after_idle_ones() -> None:
 def test_promised_blocks_are_not_given_twice() -> None:
     """Catches two prompts admitted on the same free blocks, of which one is preempted at once."""
     bench = Bench(num_blocks=8, block_size=4, chunk=4)
-    first = bench.engine.create(TENANT, numbers(1, 20))
-    second = bench.engine.create(TENANT, numbers(2, 20))
+    first = bench.engine.contexts.create(TENANT, numbers(1, 20))
+    second = bench.engine.contexts.create(TENANT, numbers(2, 20))
     bench.step()
     assert bench.engine.view().num_running == 1
     bench.drain()

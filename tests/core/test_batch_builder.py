@@ -41,7 +41,7 @@ def test_chunk_and_decode_in_one_batch() -> None:
     child, other = bench.fork(parent, 2)
     stream = bench.start(child, 5)
     bench.steps(2)
-    bench.engine.extend(TENANT, other, numbers(2, 20))
+    bench.engine.contexts.extend(TENANT, other, numbers(2, 20))
     bench.step()
     batch = bench.runner.batches[-1]
     assert_well_formed(batch)

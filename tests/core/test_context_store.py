@@ -4,12 +4,17 @@ import itertools
 
 import pytest
 
-from agentkv.config import LimitsConfig
+from agentkv.config import LimitsConfig, PressureConfig
 from agentkv.core.block_pool import BlockPool
+from agentkv.core.context import Context
 from agentkv.core.context_store import ContextStore
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.lease import Lease, LeaseMode
+from agentkv.core.lineage import descendants
+from agentkv.core.observer import Observer
+from agentkv.core.pressure import PressureGauge
 from agentkv.core.segment import Hold
+from agentkv.core.views import ContextView
 from agentkv.errors import InvalidRequest, NotFound, Reason
 
 RETAINED = Lease(LeaseMode.RETAIN, 3600.0)
@@ -30,10 +35,15 @@ def create(store: ContextStore, length: int, *, pinned: bool = False) -> str:
     return context.id
 
 
+def view_of(store: ContextStore, context: Context) -> ContextView:
+    """The context as its owner sees it."""
+    return Observer(store, PressureGauge(PressureConfig())).view(context)
+
+
 def test_views_tell_what_has_no_kv() -> None:
     """Catches KV claimed for tokens that were never computed."""
     store = make_store()
-    view = store.view(store.get("t", create(store, 9)))
+    view = view_of(store, store.get("t", create(store, 9)))
     assert (view.length, view.num_computed, view.private_blocks) == (9, 0, 0)
     assert view.residency == "none"
     assert (view.create_time, view.depth, view.root_id) == (5.0, 0, view.id)
@@ -62,7 +72,7 @@ def test_children_inherit_the_hold() -> None:
     parent = store.get("t", create(store, 8, pinned=True))
     (child,) = store.fork(parent, count=1, at=4, lease=parent.lease, labels={}, now=0)
     assert child.is_pinned and child.hold is Hold.PINNED
-    assert store.view(child).pinned
+    assert view_of(store, child).pinned
     store.check()
 
 
@@ -72,11 +82,11 @@ def test_descendants_come_before_their_parents() -> None:
     root = store.get("t", create(store, 3))
     first, second = store.fork(root, count=2, at=None, lease=root.lease, labels={}, now=0)
     (grandchild,) = store.fork(first, count=1, at=None, lease=first.lease, labels={}, now=0)
-    found = store.descendants(root)
+    found = descendants(root)
     assert set(found) == {root, first, second, grandchild}
     assert all(found.index(c) < found.index(c.parent) for c in found if c.parent is not None)
     store.release(first)
-    assert grandchild not in store.descendants(root), "its link to the root is gone"
+    assert grandchild not in descendants(root), "its link to the root is gone"
     assert grandchild.parent is first
 
 
@@ -98,7 +108,7 @@ def test_a_line_of_forks_keeps_no_tokens_of_released_parents() -> None:
         node = node.parent
     assert len(parents) == 5
     assert all(len(parent.tail.tokens) == 0 for parent in parents)
-    assert store.view(context).parent_id == parents[0].id
+    assert view_of(store, context).parent_id == parents[0].id
 
 
 def test_hidden_branches_have_no_handle() -> None:
@@ -138,7 +148,7 @@ def test_labels_are_the_callers_no_more() -> None:
     labels = {"a": "b"}
     context = store.create("t", [1], lease=RETAINED, labels=labels, now=0)
     labels["a"] = "changed"
-    assert store.view(context).labels == (("a", "b"),)
+    assert view_of(store, context).labels == (("a", "b"),)
 
 
 def test_check_finds_a_miscounted_tail() -> None:

@@ -10,6 +10,7 @@ from agentkv.core.block_writes import apply_writes, commit_writes, plan_writes, 
 from agentkv.core.context_tree import ContextTree
 from agentkv.core.eviction import evict, flush, shed
 from agentkv.core.segment import Hold, Segment
+from agentkv.core.tree_shape import rehang
 
 B = 4
 
@@ -231,11 +232,11 @@ def test_rehang_keeps_the_tokens_of_the_path() -> None:
     branch = tree.append(upper, [60, 61], Hold.KV)
     tree.attach(upper, Hold.KV)
     tree.check()
-    tree.rehang(branch, 4)
+    rehang(tree, branch, 4)
     tree.check()
     assert branch.start == 4 and list(branch.tokens) == [4, 5, 60, 61]
     assert list(tree.tokens(branch)) == [0, 1, 2, 3, 4, 5, 60, 61]
-    tree.rehang(branch, 0)
+    rehang(tree, branch, 0)
     tree.check()
     assert branch.parent is tree.root("t")
     assert list(tree.tokens(trunk)) == list(range(11))

@@ -50,7 +50,7 @@ def test_a_shared_prefix_moves_once() -> None:
     for number, child in enumerate(children):
         bench.extend(child, numbers(10 + number, 6))
     for context in (parent, *children):
-        bench.engine.update_lease(TENANT, context, PARK)
+        bench.engine.contexts.update_lease(TENANT, context, PARK)
     bench.step()
     assert bench.live == bench.pool_view.cached == 0
     # 5 blocks of the prefix, and 2 of each branch: one begins with a copy of the prefix's end.
@@ -82,7 +82,7 @@ def test_a_context_parked_while_it_runs_leaves_when_its_request_ends() -> None:
     context = bench.create(prompt)
     stream = bench.start(context, 6)
     bench.steps(2)
-    bench.engine.update_lease(TENANT, context, PARK)
+    bench.engine.contexts.update_lease(TENANT, context, PARK)
     bench.step()
     assert not stream.is_done and not bench.runner.moves
     bench.finish(stream)
@@ -96,7 +96,7 @@ def test_without_a_host_tier_parked_kv_gives_way_first() -> None:
     """Catches a park that loses KV at once although nobody needs the room."""
     bench = Bench(num_blocks=6, block_size=4)
     first, second = bench.create(numbers(1, 8)), bench.create(numbers(2, 8))
-    bench.engine.update_lease(TENANT, second, PARK)
+    bench.engine.contexts.update_lease(TENANT, second, PARK)
     bench.step()
     assert bench.view(second).num_computed == 8
     bench.create(numbers(3, 16))

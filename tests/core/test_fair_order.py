@@ -59,9 +59,11 @@ def test_a_waiting_flow_is_not_starved_by_new_ones() -> None:
 
 def start(bench: Bench, tenant: str, prompt: list[int], count: int, max_tokens: int) -> Generation:
     """Creates a context of a tenant, and generates on branches of it; no step is run."""
-    root = bench.run(bench.engine.create(tenant, prompt, lease=DEFAULT_TERMS)).answer.context
+    root = bench.run(
+        bench.engine.contexts.create(tenant, prompt, lease=DEFAULT_TERMS)
+    ).answer.context
     params = SamplingParams(max_tokens=max_tokens)
-    return bench.engine.generate_branches(tenant, root.id, count, params)
+    return bench.engine.inference.generate_branches(tenant, root.id, count, params)
 
 
 def steps_until(bench: Bench, generation: Generation) -> int:
@@ -90,9 +92,9 @@ def test_many_long_prompts_do_not_keep_the_budget() -> None:
     """Catches chunks handed out by age alone: a short prompt behind long ones of another tenant."""
     bench = Bench(num_blocks=3000, budget=64, chunk=32)
     for number in range(20):
-        bench.engine.create("many", numbers(number, 2000))
+        bench.engine.contexts.create("many", numbers(number, 2000))
     bench.steps(3)
-    short = bench.engine.create("one", numbers(50, 100))
+    short = bench.engine.contexts.create("one", numbers(50, 100))
     for _ in range(12):
         bench.step()
     assert short.is_done and short.error is None
@@ -127,7 +129,7 @@ def test_siblings_run_in_one_batch() -> None:
     bench = Bench(num_blocks=3000, max_running=8)
     roots = [bench.create(numbers(number, 20)) for number in range(3)]
     params = SamplingParams(max_tokens=4)
-    trees = [bench.engine.generate_branches(TENANT, root, 8, params) for root in roots]
+    trees = [bench.engine.inference.generate_branches(TENANT, root, 8, params) for root in roots]
     num_steps = 0
     while bench.engine.has_work:
         bench.step()
@@ -146,7 +148,7 @@ def test_random_tenants_all_end_with_their_own_tokens() -> None:
     for number in range(60):
         tenant, prompt = f"t{draw.randrange(4)}", numbers(number, draw.randrange(1, 30))
         count = draw.randrange(1, 12)
-        operation = bench.engine.create(tenant, prompt)
+        operation = bench.engine.contexts.create(tenant, prompt)
         expected.append((tenant, prompt, count, operation))
         bench.steps(draw.randrange(4))
     bench.drain()
@@ -154,9 +156,9 @@ def test_random_tenants_all_end_with_their_own_tokens() -> None:
     for tenant, _, count, operation in expected:
         context = operation.answer.context.id
         params = SamplingParams(max_tokens=count)
-        generations.append(bench.engine.generate(tenant, context, params))
+        generations.append(bench.engine.inference.generate(tenant, context, params))
     bench.drain()
     for (tenant, prompt, count, operation), generation in zip(expected, generations, strict=True):
         assert generation.error is None
-        tokens = bench.engine.tokens(tenant, operation.answer.context.id)
+        tokens = bench.engine.observer.tokens(tenant, operation.answer.context.id)
         assert list(tokens) == prompt + continuation(prompt, count)

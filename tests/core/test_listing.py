@@ -15,7 +15,7 @@ def test_pages_list_parents_first_and_each_context_once() -> None:
         expected += bench.fork(expected[-1], count=2)
     found, token = [], ""
     while True:
-        page = bench.engine.list(TENANT, root_id=root, page_size=4, page_token=token)
+        page = bench.engine.observer.list(TENANT, root_id=root, page_size=4, page_token=token)
         found += [context.id for context in page.contexts]
         token = page.next_page_token
         if not token:
@@ -28,9 +28,9 @@ def test_a_page_goes_on_after_its_last_context_was_released() -> None:
     """Catches a page token that dies with the context it names."""
     bench = Bench()
     ids = [bench.create([number]) for number in range(4)]
-    first = bench.engine.list(TENANT, page_size=2)
-    bench.engine.release(TENANT, [ids[1]])
-    rest = bench.engine.list(TENANT, page_size=2, page_token=first.next_page_token)
+    first = bench.engine.observer.list(TENANT, page_size=2)
+    bench.engine.contexts.release(TENANT, [ids[1]])
+    rest = bench.engine.observer.list(TENANT, page_size=2, page_token=first.next_page_token)
     assert [context.id for context in rest.contexts] == ids[2:]
     assert rest.next_page_token == ""
 
@@ -39,4 +39,4 @@ def test_a_page_goes_on_after_its_last_context_was_released() -> None:
 def test_a_foreign_token_is_refused(token: str) -> None:
     """Catches a list that silently starts again, or a crash in int()."""
     with pytest.raises(InvalidRequest):
-        Bench().engine.list(TENANT, page_token=token)
+        Bench().engine.observer.list(TENANT, page_token=token)

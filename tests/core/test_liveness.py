@@ -27,28 +27,30 @@ class HollowRunner(FakeModelRunner):
 def agent(engine: Engine, dice: random.Random, tenant: str) -> Iterator[Operation | int]:
     """Lives: yields the call it waits for, or how many steps its tool takes."""
     prompt = [dice.randrange(1000) for _ in range(dice.randint(1, 60))]
-    create = engine.create(tenant, prompt)
+    create = engine.contexts.create(tenant, prompt)
     yield create
     mine = [create.answer.context.id]
     for _ in range(dice.randint(1, 5)):
         context = dice.choice(mine)
         verb = dice.choice(("fork", "extend", "generate", "generate", "park", "release"))
-        length = engine.get(tenant, context).length
+        length = engine.observer.get(tenant, context).length
         if verb == "fork" and len(mine) < 4:
             at = dice.choice((None, dice.randint(1, length)))
-            mine += [view.id for view in engine.fork(tenant, context, count=2, at=at)]
+            mine += [view.id for view in engine.contexts.fork(tenant, context, count=2, at=at)]
         elif verb == "extend" and length < 100:
-            yield engine.extend(tenant, context, [dice.randrange(1000) for _ in range(9)])
+            yield engine.contexts.extend(tenant, context, [dice.randrange(1000) for _ in range(9)])
         elif verb == "generate" and length < 100:
-            yield engine.generate(tenant, context, SamplingParams(max_tokens=dice.randint(1, 12)))
+            yield engine.inference.generate(
+                tenant, context, SamplingParams(max_tokens=dice.randint(1, 12))
+            )
         elif verb == "park":
-            engine.update_lease(tenant, context, PARK)
+            engine.contexts.update_lease(tenant, context, PARK)
             yield dice.randint(1, 40)
         elif verb == "release" and len(mine) > 1:
             mine.remove(context)
-            engine.release(tenant, [context])
+            engine.contexts.release(tenant, [context])
         yield dice.randint(0, 5)
-    engine.release(tenant, mine)
+    engine.contexts.release(tenant, mine)
 
 
 @pytest.mark.slow
@@ -97,6 +99,6 @@ def test_every_agent_ends(host_blocks: int, disk_blocks: int) -> None:
     assert len(engine._store) == 0
     engine.flush_cache()
     engine.check()
-    pool = engine.pool_view()
+    pool = engine.observer.pool()
     assert pool.free == pool.total and pool.host.free == pool.host.total
     assert (engine.view().num_brought_back > 0) == (host_blocks > 0)

@@ -45,7 +45,7 @@ def test_contexts_and_depth_and_fan_out() -> None:
     with pytest.raises(PoolExhausted) as error:
         bench.fork(children[1], 2)
     assert refusal_of(error, "contexts").metadata["free"] == "1"
-    assert len(bench.engine.list(TENANT).contexts) == 5
+    assert len(bench.engine.observer.list(TENANT).contexts) == 5
     bench.end()
 
 
@@ -69,8 +69,8 @@ def test_no_rows_are_kept_for_who_waits_for_its_quota() -> None:
     bench = Bench(6, 4, budget=4, quotas=QuotasConfig(tenants={TENANT: mine}))
     idle = bench.create(numbers(1, 5))
     bench.create(numbers(2, 7))
-    begun = bench.engine.create(TENANT, numbers(3, 6))
-    waiting = bench.engine.extend(TENANT, idle, numbers(4, 4))
+    begun = bench.engine.contexts.create(TENANT, numbers(3, 6))
+    waiting = bench.engine.contexts.extend(TENANT, idle, numbers(4, 4))
     bench.run(begun)
     bench.run(waiting)
     bench.end()
@@ -79,13 +79,13 @@ def test_no_rows_are_kept_for_who_waits_for_its_quota() -> None:
 def test_blocks_make_only_the_tenants_own_idle_contexts_give_way() -> None:
     """Catches a tenant at its quota that pushes out others, or that is refused too early."""
     bench = bench_with(blocks=6)
-    stranger = bench.run(bench.engine.create("other", numbers(9, 40))).answer.context
+    stranger = bench.run(bench.engine.contexts.create("other", numbers(9, 40))).answer.context
     first = bench.create(numbers(1, 16))
     second = bench.create(numbers(2, 16))
     assert bench.pool_view.cached == 4, "what gave way is cache, and costs nobody anything"
-    assert bench.engine.usage(TENANT).quotas.blocks == 4
-    assert bench.engine.usage("other").quotas.blocks == 10
-    assert bench.engine.get("other", stranger.id).num_computed == 40
+    assert bench.engine.observer.usage(TENANT).quotas.blocks == 4
+    assert bench.engine.observer.usage("other").quotas.blocks == 10
+    assert bench.engine.observer.get("other", stranger.id).num_computed == 40
     assert bench.generate(second, 3) == continuation(numbers(2, 16), 3)
     assert bench.generate(first, 3) == continuation(numbers(1, 16), 3)
 
@@ -104,7 +104,7 @@ def test_a_prompt_over_the_quota_is_refused_whole() -> None:
         bench.create(numbers(2, 13))
     assert refusal_of(error, "blocks").retry_after is None, "waiting cannot help"
     assert bench.engine.view().num_contexts == 1
-    bench.run(bench.engine.create("other", numbers(2, 13)))
+    bench.run(bench.engine.contexts.create("other", numbers(2, 13)))
 
 
 def test_a_generation_that_reaches_the_quota_keeps_what_it_committed() -> None:
@@ -139,8 +139,8 @@ def test_a_tenant_that_waits_for_its_quota_keeps_nobody_waiting() -> None:
     busy = bench.create(numbers(1, 8))
     stream = bench.start(busy, 6)
     bench.steps(2)
-    waiting = bench.engine.create(TENANT, numbers(2, 12))
-    other = bench.engine.create("other", numbers(3, 8))
+    waiting = bench.engine.contexts.create(TENANT, numbers(2, 12))
+    other = bench.engine.contexts.create("other", numbers(3, 8))
     bench.step()
     assert other.is_done and not waiting.is_done
     bench.finish(stream)
@@ -195,7 +195,7 @@ def test_one_of_many_branches_may_fail_alone() -> None:
     bench = bench_with(blocks=6)
     root = bench.create(numbers(1, 8), pinned=True)
     params = SamplingParams(max_tokens=9)
-    updates = bench.finish(bench.engine.generate_branches(TENANT, root, 3, params))
+    updates = bench.finish(bench.engine.inference.generate_branches(TENANT, root, 3, params))
     errors = [finish_of(updates, branch).error for branch in range(3)]
     assert any(errors)
     assert not all(errors)

@@ -50,7 +50,7 @@ def test_decode_rows_come_first_in_the_budget() -> None:
     bench = Bench(budget=6, chunk=6)
     stream = bench.start(bench.create(numbers(1, 5)), 8)
     bench.steps(2)
-    create = bench.engine.create(TENANT, numbers(2, 13))
+    create = bench.engine.contexts.create(TENANT, numbers(2, 13))
     num_rows = []
     while not create.is_done:
         before = bench.length(stream.requests[0].context.id)
@@ -68,8 +68,8 @@ def test_chunk_that_finds_the_budget_spent_waits_a_step() -> None:
     drop_kv(bench, a)
     (b,) = bench.fork(a)
     stream = bench.start(a, 6)
-    extend = bench.engine.extend(TENANT, b, numbers(2, 10))  # waits for what `a` computes
-    create = bench.engine.create(TENANT, numbers(3, 10))
+    extend = bench.engine.contexts.extend(TENANT, b, numbers(2, 10))  # waits for what `a` computes
+    create = bench.engine.contexts.create(TENANT, numbers(3, 10))
     while bench.engine.has_work:
         bench.step()
         assert bench.runner.batches[-1].num_rows <= 4
@@ -132,7 +132,7 @@ def test_refused_on_the_way_when_pins_are_in_the_way() -> None:
     bench = Bench(num_blocks=6, block_size=4, max_running=1)
     pinned = bench.create(numbers(1, 8), pinned=True)
     stream = bench.start(pinned, 12)
-    create = bench.engine.create(TENANT, numbers(2, 16))
+    create = bench.engine.contexts.create(TENANT, numbers(2, 16))
     bench.drain()
     assert stream.error is None
     assert create.error is not None
@@ -146,7 +146,7 @@ def test_watermark_is_left_to_those_who_run() -> None:
     bench = Bench(num_blocks=8, block_size=4, watermark=2)
     stream = bench.start(bench.create(numbers(1, 8)), 30)
     bench.step()
-    create = bench.engine.create(TENANT, numbers(2, 20))
+    create = bench.engine.contexts.create(TENANT, numbers(2, 20))
     bench.step()
     assert not create.is_done and create.requests[0] in waiting(bench)
     bench.engine.cancel(stream)

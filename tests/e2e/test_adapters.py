@@ -44,7 +44,7 @@ def plain(name: str, adapters: tuple[AdapterConfig, ...]) -> PlainModel:
 
 
 def create(engine: Engine, adapter: str) -> str:
-    answer = engine.run(engine.create(TENANT, PROMPT, adapter=adapter)).answer
+    answer = engine.run(engine.contexts.create(TENANT, PROMPT, adapter=adapter)).answer
     assert answer.context.adapter == adapter
     return answer.context.id
 
@@ -56,12 +56,12 @@ def test_adapters_run_in_one_step_and_equal_their_merged_models(
     engine = engine_with(adapters)
     roots = {name: create(engine, name) for name in ADAPTERS}
     branches = {
-        name: [view.id for view in engine.fork(TENANT, root, count=2, at=13)]
+        name: [view.id for view in engine.contexts.fork(TENANT, root, count=2, at=13)]
         for name, root in roots.items()
     }
     greedy = SamplingParams(max_tokens=6, logprobs=True)
     runs = [
-        (name, context, length, engine.generate(TENANT, context, greedy))
+        (name, context, length, engine.inference.generate(TENANT, context, greedy))
         for name in ADAPTERS
         for context, length in [(roots[name], 19), *((branch, 13) for branch in branches[name])]
     ]
@@ -71,21 +71,21 @@ def test_adapters_run_in_one_step_and_equal_their_merged_models(
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
         plain(name, adapters).check_greedy(PROMPT[:length], tokens, logprobs)
-        assert engine.get(TENANT, context).adapter == name
+        assert engine.observer.get(TENANT, context).adapter == name
     for root in roots.values():
-        engine.release(TENANT, [root], recursive=True)
+        engine.contexts.release(TENANT, [root], recursive=True)
     engine.flush_cache()
     engine.check()
-    assert engine.pool_view().free == 64
+    assert engine.observer.pool().free == 64
 
 
 def test_nothing_is_shared_between_adapters(adapters: tuple[AdapterConfig, ...]) -> None:
     """Catches a prompt that finds the KV another adapter computed."""
     engine = engine_with(adapters)
-    first = engine.run(engine.create(TENANT, PROMPT, adapter="law")).answer
-    other = engine.run(engine.create(TENANT, PROMPT, adapter="code")).answer
-    base = engine.run(engine.create(TENANT, PROMPT)).answer
-    again = engine.run(engine.create(TENANT, PROMPT, adapter="law")).answer
+    first = engine.run(engine.contexts.create(TENANT, PROMPT, adapter="law")).answer
+    other = engine.run(engine.contexts.create(TENANT, PROMPT, adapter="code")).answer
+    base = engine.run(engine.contexts.create(TENANT, PROMPT)).answer
+    again = engine.run(engine.contexts.create(TENANT, PROMPT, adapter="law")).answer
     assert (first.usage.cached_tokens, other.usage.cached_tokens) == (0, 0)
     assert (base.usage.cached_tokens, again.usage.cached_tokens) == (0, 16)
     engine.check()
@@ -96,10 +96,12 @@ def test_a_tenants_quota_counts_all_its_adapters(adapters: tuple[AdapterConfig, 
     quotas = QuotasConfig(default=QuotaConfig(blocks=9))
     engine = engine_with(adapters, quotas=quotas)
     law = create(engine, "law")
-    operation = engine.generate(TENANT, law, SamplingParams(max_tokens=20, ignore_eos=True))
+    operation = engine.inference.generate(
+        TENANT, law, SamplingParams(max_tokens=20, ignore_eos=True)
+    )
     engine.step()
     with pytest.raises(PoolExhausted, match="quota"):
-        engine.run(engine.create(TENANT, [*PROMPT, *PROMPT, *PROMPT], adapter="code"))
+        engine.run(engine.contexts.create(TENANT, [*PROMPT, *PROMPT, *PROMPT], adapter="code"))
     engine.cancel(operation)
     engine.check()
 
@@ -108,10 +110,10 @@ def test_an_unknown_adapter_is_refused_by_name(adapters: tuple[AdapterConfig, ..
     """Catches a misspelt adapter served as the plain model."""
     engine = engine_with(adapters)
     with pytest.raises(InvalidRequest, match="no adapter 'lwa'; there are law, code") as refused:
-        engine.create(TENANT, PROMPT, adapter="lwa")
+        engine.contexts.create(TENANT, PROMPT, adapter="lwa")
     assert list(refused.value.violations) == ["adapter"]
     with pytest.raises(InvalidRequest, match="the server has none"):
-        engine_with(()).create(TENANT, PROMPT, adapter="law")
+        engine_with(()).contexts.create(TENANT, PROMPT, adapter="law")
 
 
 def test_a_context_with_an_adapter_is_not_saved(adapters: tuple[AdapterConfig, ...]) -> None:

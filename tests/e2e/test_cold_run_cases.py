@@ -217,7 +217,7 @@ def run_given_way(bench: TwinBench) -> str:
     """All KV of the context is taken for another one, and computed again at its next use."""
     context_id, _ = created(bench, PROMPT)
     full, _ = created(bench, prompt_of(2, 16 * 15))
-    view = bench.engine.get(TENANT, context_id)
+    view = bench.engine.observer.get(TENANT, context_id)
     assert view.num_computed < len(PROMPT), "nothing gave way"
     bench.release(full)
     return context_id
@@ -279,10 +279,10 @@ def test_case_085_in_bf16_only_near_ties_differ() -> None:
     """Catches corruption that passes for rounding: a token far from the likeliest one."""
     plain = PlainModel(build_tiny_model("llama", dtype=torch.bfloat16))
     made = TinyEngine(build_tiny_model("llama", dtype=torch.bfloat16), block_size=BLOCK_SIZE)
-    operation = made.engine.run(made.engine.create(TENANT, PROMPT))
-    (branch,) = made.engine.fork(TENANT, operation.answer.context.id)
+    operation = made.engine.run(made.engine.contexts.create(TENANT, PROMPT))
+    (branch,) = made.engine.contexts.fork(TENANT, operation.answer.context.id)
     params = SamplingParams(max_tokens=20)
-    made.engine.run(made.engine.generate(TENANT, branch.id, params))
+    made.engine.run(made.engine.inference.generate(TENANT, branch.id, params))
     tokens = made.tokens(TENANT, branch.id)
     logits = plain.logits(tokens)[len(PROMPT) - 1 : -1]
     chosen = logits[torch.arange(20), torch.tensor(tokens[len(PROMPT) :])]
@@ -338,7 +338,7 @@ def test_case_029_fuzzed_traffic_under_eviction(group: int) -> None:
             created(bench, SHARED)
             for _ in range(40):
                 play(bench, dice)
-                fullest = min(fullest, bench.engine.pool_view().free)
+                fullest = min(fullest, bench.engine.observer.pool().free)
             bench.run()
             bench.close()
         except BaseException as error:

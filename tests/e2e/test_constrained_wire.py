@@ -54,7 +54,7 @@ async def connected() -> AsyncIterator[AsyncClient]:
     ):
         yield client
     core.flush_cache()
-    assert core.pool_view().free == core.pool_view().total
+    assert core.observer.pool().free == core.observer.pool().total
 
 
 def test_every_form_travels() -> None:

@@ -25,7 +25,7 @@ def new_engine() -> Engine:
 
 
 def create(engine: Engine, token_ids: Sequence[int] = PROMPT) -> str:
-    return engine.run(engine.create(TENANT, token_ids)).answer.context.id
+    return engine.run(engine.contexts.create(TENANT, token_ids)).answer.context.id
 
 
 def news_of(engine: Engine, *operations: Generation) -> list[list[Update]]:
@@ -53,39 +53,41 @@ def test_case_061_one_seed_gives_each_branch_its_own_stream() -> None:
     engine = new_engine()
     parent = create(engine)
     runs = [
-        tokens_of(news_of(engine, engine.generate_branches(TENANT, parent, 4, SEEDED))[0])
+        tokens_of(news_of(engine, engine.inference.generate_branches(TENANT, parent, 4, SEEDED))[0])
         for _ in range(2)
     ]
     assert all(one != other for one, other in combinations(runs[0], 2))
     assert runs[0] == runs[1]
-    children = engine.fork(TENANT, parent, count=4)
-    generations = [engine.generate(TENANT, child.id, SEEDED) for child in children]
+    children = engine.contexts.fork(TENANT, parent, count=4)
+    generations = [engine.inference.generate(TENANT, child.id, SEEDED) for child in children]
     assert [tokens_of(news)[0] for news in news_of(engine, *generations)] == runs[0]
 
 
 def with_seeded(engine: Engine, context_id: str) -> None:
-    engine.generate(TENANT, context_id, SamplingParams(max_tokens=30, temperature=1.0, seed=7))
+    engine.inference.generate(
+        TENANT, context_id, SamplingParams(max_tokens=30, temperature=1.0, seed=7)
+    )
 
 
 def with_unseeded(engine: Engine, context_id: str) -> None:
-    engine.generate(TENANT, context_id, SamplingParams(max_tokens=30, temperature=1.0))
+    engine.inference.generate(TENANT, context_id, SamplingParams(max_tokens=30, temperature=1.0))
 
 
 def with_greedy(engine: Engine, context_id: str) -> None:
-    engine.generate(TENANT, context_id, SamplingParams(max_tokens=30))
+    engine.inference.generate(TENANT, context_id, SamplingParams(max_tokens=30))
 
 
 def with_top_k(engine: Engine, context_id: str) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, top_k=1)
-    engine.generate(TENANT, context_id, params)
+    engine.inference.generate(TENANT, context_id, params)
 
 
 def with_cancelled(engine: Engine, context_id: str) -> None:
-    operation = engine.generate(TENANT, context_id, FREE)
+    operation = engine.inference.generate(TENANT, context_id, FREE)
     for _ in range(3):
         engine.step()
     engine.cancel(operation)
-    engine.truncate(TENANT, context_id, len(PROMPT) + 1)
+    engine.contexts.truncate(TENANT, context_id, len(PROMPT) + 1)
 
 
 NEIGHBOURS: dict[str, Callable[[Engine, str], None]] = {
@@ -102,16 +104,18 @@ def test_case_062_a_seed_holds_whatever_the_neighbours_do() -> None:
     """Catches draws that depend on who else is in the batch."""
     params = SamplingParams(max_tokens=16, temperature=0.8, seed=42, ignore_eos=True)
     engine = new_engine()
-    (alone,) = tokens_of(news_of(engine, engine.generate(TENANT, create(engine), params))[0])
+    (alone,) = tokens_of(
+        news_of(engine, engine.inference.generate(TENANT, create(engine), params))[0]
+    )
     for name, begin in NEIGHBOURS.items():
         engine = new_engine()
         neighbour, context_id = create(engine, [*PROMPT, 9]), create(engine)
         if name == "cancelled":  # at its third step, while the other one runs
-            operation = engine.generate(TENANT, context_id, params)
+            operation = engine.inference.generate(TENANT, context_id, params)
             begin(engine, neighbour)
         else:
             begin(engine, neighbour)
-            operation = engine.generate(TENANT, context_id, params)
+            operation = engine.inference.generate(TENANT, context_id, params)
         assert tokens_of(news_of(engine, operation)[0]) == [alone], f"neighbour: {name}"
 
 
@@ -122,16 +126,16 @@ def test_case_064_without_a_seed_every_draw_is_new_and_can_be_replayed() -> None
     for _ in range(2):  # the second is the server after a restart
         engine = new_engine()
         parent = create(engine)
-        children = engine.fork(TENANT, parent, count=8)
-        generations = [engine.generate(TENANT, child.id, FREE) for child in children]
+        children = engine.contexts.fork(TENANT, parent, count=8)
+        generations = [engine.inference.generate(TENANT, child.id, FREE) for child in children]
         for news in news_of(engine, *generations):
             seen += tokens_of(news)
-        (news,) = news_of(engine, engine.generate_branches(TENANT, parent, 8, FREE))
+        (news,) = news_of(engine, engine.inference.generate_branches(TENANT, parent, 8, FREE))
         seen += tokens_of(news)
         (seed,) = seeds_of(news)
         assert seed is not None
         replayed = SamplingParams(max_tokens=16, temperature=1.0, ignore_eos=True, seed=seed)
-        (again,) = news_of(engine, engine.generate_branches(TENANT, parent, 8, replayed))
+        (again,) = news_of(engine, engine.inference.generate_branches(TENANT, parent, 8, replayed))
         assert tokens_of(again) == tokens_of(news)
     assert len(set(seen)) == 32
 
@@ -140,5 +144,5 @@ def test_greedy_reports_no_seed() -> None:
     """Catches a seed that a caller would believe to matter."""
     engine = new_engine()
     greedy = SamplingParams(max_tokens=2, seed=5)
-    (news,) = news_of(engine, engine.generate(TENANT, create(engine), greedy))
+    (news,) = news_of(engine, engine.inference.generate(TENANT, create(engine), greedy))
     assert seeds_of(news) == {None}

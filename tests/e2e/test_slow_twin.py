@@ -113,7 +113,7 @@ def act_on_idle(bench: TwinBench, action: Action, verb: str) -> None:
     if verb == "extend" and length < LONGEST - len(tokens):
         bench.extend(name, tokens, logprobs=share % 2 == 0)
     elif verb == "park":
-        bench.engine.update_lease(TENANT, name, PARK)
+        bench.engine.contexts.update_lease(TENANT, name, PARK)
     elif verb == "generate" and 0 < length < LONGEST - 8:
         bench.generate(name, 1 + share % 8, **sampling(share))
     elif length:

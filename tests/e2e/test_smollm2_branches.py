@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
     def create(self, text: str) -> tuple[str, list[int]]:
         """Creates a context of one user message."""
         token_ids = self.engine.tokenizer.encode_chat([ChatMessage("user", text)])
-        answer = self.engine.run(self.engine.create(TENANT, token_ids)).answer
+        answer = self.engine.run(self.engine.contexts.create(TENANT, token_ids)).answer
         return answer.context.id, token_ids
 
 
@@ -66,15 +66,15 @@ def test_four_branches_equal_plain_transformers(loaded: Loaded) -> None:
     root, prompt = loaded.create("Name three rivers of France, and the sea each flows into.")
     cut = len(prompt) - 5
     assert cut % 16 and len(prompt) % 16, "the forks are to cut blocks"
-    heads = engine.fork(TENANT, root, count=2)
-    earlier = engine.fork(TENANT, root, at=cut, count=2)
+    heads = engine.contexts.fork(TENANT, root, count=2)
+    earlier = engine.contexts.fork(TENANT, root, at=cut, count=2)
     extensions = {heads[1].id: " The", earlier[0].id: " Name seas too.", earlier[1].id: " In verse"}
     tokens = {view.id: prompt[: view.length] for view in (*heads, *earlier)}
     for context_id, text in extensions.items():
         token_ids = engine.tokenizer.encode(text)
-        engine.run(engine.extend(TENANT, context_id, token_ids))
+        engine.run(engine.contexts.extend(TENANT, context_id, token_ids))
         tokens[context_id] += token_ids
-    generations = {name: engine.generate(TENANT, name, GREEDY) for name in tokens}
+    generations = {name: engine.inference.generate(TENANT, name, GREEDY) for name in tokens}
     for context_id, operation in generations.items():
         chunk = chunk_of(engine.run(operation))
         before = tokens[context_id]
@@ -91,7 +91,7 @@ def test_scores_equal_plain_transformers(loaded: Loaded) -> None:
     continuations = [
         engine.tokenizer.encode(text) for text in (" Paris is it.", " London", " a b c")
     ]
-    scores = engine.run(engine.score(TENANT, root, continuations)).answer.scores
+    scores = engine.run(engine.inference.score(TENANT, root, continuations)).answer.scores
     for token_ids, score in zip(continuations, scores, strict=True):
         rows = loaded.logits([*prompt, *token_ids])[len(prompt) - 1 : -1].log_softmax(dim=-1)
         expected = rows[torch.arange(len(token_ids)), torch.tensor(token_ids)]
@@ -105,11 +105,15 @@ def test_a_seed_holds_in_any_batch(loaded: Loaded) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=42)
     seen = []
     for num_neighbours in (0, 3):
-        (child,) = engine.fork(TENANT, root)
-        neighbours = engine.fork(TENANT, root, count=num_neighbours) if num_neighbours else ()
+        (child,) = engine.contexts.fork(TENANT, root)
+        neighbours = (
+            engine.contexts.fork(TENANT, root, count=num_neighbours) if num_neighbours else ()
+        )
         free = SamplingParams(max_tokens=20, temperature=1.0)
-        others = [engine.generate(TENANT, view.id, free) for view in neighbours]
-        seen.append(chunk_of(engine.run(engine.generate(TENANT, child.id, params))).token_ids)
+        others = [engine.inference.generate(TENANT, view.id, free) for view in neighbours]
+        seen.append(
+            chunk_of(engine.run(engine.inference.generate(TENANT, child.id, params))).token_ids
+        )
         for other in others:
             engine.cancel(other)
     assert seen[0] == seen[1]

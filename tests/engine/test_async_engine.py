@@ -335,7 +335,7 @@ def test_stopping_ends_streams_after_what_they_had() -> None:
                 with pytest.raises(Unavailable) as caught:
                     await read(stream, seen)
             assert caught.value.reason is Reason.SHUTTING_DOWN
-            length = bridge.core.get(TENANT, root).length
+            length = bridge.core.observer.get(TENANT, root).length
             assert tokens_of(seen) == continuation(PROMPT, length - len(PROMPT))
             await bridge.engine.stop()  # twice is fine
 

@@ -11,7 +11,7 @@ from agentkv.errors import NotFound
 
 def bill_of(bench: Bench, context_id: str) -> Bill:
     """What one context has used."""
-    return bench.engine.usage(TENANT, context_id=context_id).bill
+    return bench.engine.observer.usage(TENANT, context_id=context_id).bill
 
 
 def device(bill: Bill) -> float:
@@ -35,7 +35,7 @@ def test_a_shared_blocks_second_is_split() -> None:
     bench.extend(children[0], [1])
     bench.now += 4.0
     assert device(bill_of(bench, children[0])) == 8.0 + 4.0 + 4.0
-    assert device(bench.engine.usage(TENANT).bill) == 40 + 32 + 16 + 4
+    assert device(bench.engine.observer.usage(TENANT).bill) == 40 + 32 + 16 + 4
     bench.end()
 
 
@@ -55,12 +55,12 @@ def test_a_cut_block_in_the_host_costs_those_who_still_count_on_it() -> None:
     bench.extend(short, [1])  # brings back [0, 6) in blocks of its own
     bench.now += 6.0
     assert host() == [10 + 6 + 6 / 2, 4, 4 + 6 / 2]
-    tier = bench.engine.usage(TENANT).tiers[Tier.HOST]
+    tier = bench.engine.observer.usage(TENANT).tiers[Tier.HOST]
     assert (tier.taken, tier.held, tier.unheld) == (30, 30, 0)
     bench.release(root, middle)
-    held = bench.engine.usage(TENANT).tiers[Tier.HOST].held
+    held = bench.engine.observer.usage(TENANT).tiers[Tier.HOST].held
     bench.now += 6.0
-    assert bench.engine.usage(TENANT).tiers[Tier.HOST].held == held, "cache is nobody's"
+    assert bench.engine.observer.usage(TENANT).tiers[Tier.HOST].held == held, "cache is nobody's"
     bench.end()
 
 
@@ -74,15 +74,15 @@ def test_a_released_context_stays_counted_in_its_tree() -> None:
     bench.now += 2.0
     bench.release(child)
     bench.now += 5.0
-    assert device(bench.engine.usage(TENANT, root_id=first).bill) == 12.0 + 4.0
-    assert device(bench.engine.usage(TENANT, root_id=second).bill) == 13.0
-    assert device(bench.engine.usage(TENANT).bill) == 29.0
-    assert bench.engine.usage(TENANT, root_id=first).num_contexts == 0
+    assert device(bench.engine.observer.usage(TENANT, root_id=first).bill) == 12.0 + 4.0
+    assert device(bench.engine.observer.usage(TENANT, root_id=second).bill) == 13.0
+    assert device(bench.engine.observer.usage(TENANT).bill) == 29.0
+    assert bench.engine.observer.usage(TENANT, root_id=first).num_contexts == 0
     with pytest.raises(NotFound):
-        bench.engine.usage(TENANT, context_id=first)
+        bench.engine.observer.usage(TENANT, context_id=first)
     for name in ("context_id", "root_id"):
         with pytest.raises(NotFound):
-            bench.engine.usage("other", **{name: second})
+            bench.engine.observer.usage("other", **{name: second})
     bench.end()
 
 
@@ -94,9 +94,9 @@ def test_ended_trees_are_forgotten_in_the_end() -> None:
     for root in roots:
         bench.release(root)
     with pytest.raises(NotFound):
-        bench.engine.usage(TENANT, root_id=roots[1])
-    assert device(bench.engine.usage(TENANT, root_id=roots[2]).bill) == 1.0
-    assert device(bench.engine.usage(TENANT).bill) == 4.0
+        bench.engine.observer.usage(TENANT, root_id=roots[1])
+    assert device(bench.engine.observer.usage(TENANT, root_id=roots[2]).bill) == 1.0
+    assert device(bench.engine.observer.usage(TENANT).bill) == 4.0
 
 
 def test_tokens_reused_copied_and_computed_again() -> None:
@@ -132,16 +132,16 @@ def test_scores_are_charged_to_their_context() -> None:
     """Catches scratch branches that nobody pays for, also when their context is released first."""
     bench = Bench(block_size=4)
     root = bench.create(numbers(1, 8))
-    operation = bench.engine.score(TENANT, root, [numbers(2, 6), numbers(3, 6)])
+    operation = bench.engine.inference.score(TENANT, root, [numbers(2, 6), numbers(3, 6)])
     bench.step()
     bench.now += 3.0
-    usage = bench.engine.usage(TENANT, context_id=root)
+    usage = bench.engine.observer.usage(TENANT, context_id=root)
     assert usage.num_contexts == 1
     assert usage.bill.computed_tokens == 8 + 2 * 5
     bench.release(root)
     bench.drain()
     assert operation.is_done
-    bill = bench.engine.usage(TENANT, root_id=root).bill
-    assert bill == bench.engine.usage(TENANT).bill
+    bill = bench.engine.observer.usage(TENANT, root_id=root).bill
+    assert bill == bench.engine.observer.usage(TENANT).bill
     assert bill.computed_tokens == 18
     bench.end()

@@ -54,15 +54,17 @@ def config(device: str = "cuda", **options: Any) -> EngineConfig:
 
 def answers(engine: Engine) -> list[list[int]]:
     """Greedy and sampled tokens of branches that decode together."""
-    context = engine.run(engine.create(TENANT, PROMPT)).answer.context.id
-    branches = [view.id for view in engine.fork(TENANT, context, count=3)]
+    context = engine.run(engine.contexts.create(TENANT, PROMPT)).answer.context.id
+    branches = [view.id for view in engine.contexts.fork(TENANT, context, count=3)]
     calls = [
-        engine.generate(TENANT, branch, SamplingParams(max_tokens=6, temperature=heat, seed=3))
+        engine.inference.generate(
+            TENANT, branch, SamplingParams(max_tokens=6, temperature=heat, seed=3)
+        )
         for branch, heat in zip(branches, (0.0, 1.0, 0.7), strict=True)
     ]
     for call in calls:
         engine.run(call)
-    return [list(engine.tokens(TENANT, branch)) for branch in branches]
+    return [list(engine.observer.tokens(TENANT, branch)) for branch in branches]
 
 
 def test_an_engine_for_a_gpu_answers_like_one_for_a_cpu(runners: list[ModelRunner]) -> None:

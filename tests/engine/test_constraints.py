@@ -41,11 +41,11 @@ class Constrained:
 
     def create(self, text: str = "hello") -> str:
         ids = self.engine.tokenizer.encode(text)
-        return self.engine.run(self.engine.create(TENANT, ids)).answer.context.id
+        return self.engine.run(self.engine.contexts.create(TENANT, ids)).answer.context.id
 
     def extend(self, context_id: str, text: str) -> None:
         ids = self.engine.tokenizer.encode(text)
-        self.engine.run(self.engine.extend(TENANT, context_id, ids))
+        self.engine.run(self.engine.contexts.extend(TENANT, context_id, ids))
 
     def start(self, context_id: str, constraint: Constraint | None, **options: Any) -> Generation:
         grammar = (
@@ -54,7 +54,7 @@ class Constrained:
             else self.engine.grammars.compile(constraint)
         )
         params = SamplingParams(**{"temperature": 1.0, "seed": 3, "max_tokens": 100, **options})
-        return self.engine.generate(TENANT, context_id, params, grammar=grammar)
+        return self.engine.inference.generate(TENANT, context_id, params, grammar=grammar)
 
     def generate(
         self, context_id: str, constraint: Constraint | None, **options: Any
@@ -69,11 +69,11 @@ class Constrained:
         return operations[0].take_news()
 
     def text(self, context_id: str) -> str:
-        return self.engine.tokenizer.decode(self.engine.tokens(TENANT, context_id))
+        return self.engine.tokenizer.decode(self.engine.observer.tokens(TENANT, context_id))
 
     def fork(self, context_id: str, at: int | None = None) -> str:
         """Forks one branch that draws from its parent's random stream."""
-        (view,) = self.engine.fork(TENANT, context_id, at=at)
+        (view,) = self.engine.contexts.fork(TENANT, context_id, at=at)
         store = self.engine._store
         store.get(TENANT, view.id).ordinal = store.get(TENANT, context_id).ordinal
         return view.id
@@ -103,7 +103,7 @@ def test_tokens_that_leave_no_choice_come_in_one_step() -> None:
     updates = bench.generate(context_id, PERSON)
     sizes = [len(update.token_ids) for update in updates if isinstance(update, Chunk)]
     tokens = tokens_of(updates)
-    assert bench.engine.get(TENANT, context_id).length == len("hello") + len(tokens)
+    assert bench.engine.observer.get(TENANT, context_id).length == len("hello") + len(tokens)
     assert bench.text(context_id) == "hello" + text_of(updates)
     assert finish_of(updates).usage.generated_tokens == len(tokens)
     operation = bench.start(bench.create(), PERSON)
@@ -125,7 +125,9 @@ def test_log_probabilities_do_not_change_what_is_written() -> None:
     logprobs = [
         value for update in scored if isinstance(update, Chunk) for value in update.logprobs
     ]
-    plain = bench.engine.run(bench.engine.score(TENANT, bench.create(), [tokens])).answer.scores[0]
+    plain = bench.engine.run(
+        bench.engine.inference.score(TENANT, bench.create(), [tokens])
+    ).answer.scores[0]
     assert logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
@@ -175,7 +177,7 @@ def test_the_longest_context_holds_inside_a_forced_run() -> None:
     context_id = bench.create()
     updates = bench.generate(context_id, PERSON)
     assert finish_of(updates).reason is FinishReason.LENGTH
-    assert bench.engine.get(TENANT, context_id).length == 9
+    assert bench.engine.observer.get(TENANT, context_id).length == 9
 
 
 def test_the_callers_own_tokens_are_part_of_what_is_continued() -> None:
@@ -209,9 +211,9 @@ def test_truncating_takes_the_grammar_back() -> None:
     context_id = bench.create()
     whole = tokens_of(bench.generate(context_id, PERSON))
     for kept in (len(whole) - 1, 11, 5, 0):
-        bench.engine.truncate(TENANT, context_id, 5 + kept)
+        bench.engine.contexts.truncate(TENANT, context_id, 5 + kept)
         assert tokens_of(bench.generate(context_id, Continued())) == whole[kept:]
-    bench.engine.truncate(TENANT, context_id, 4)
+    bench.engine.contexts.truncate(TENANT, context_id, 4)
     with pytest.raises(InvalidRequest, match="constrained generation before it"):
         bench.start(context_id, Continued())
 
@@ -220,7 +222,7 @@ def test_siblings_of_one_grammar_evolve_alone() -> None:
     """Catches state shared by the branches of one call: each text is whole and they differ."""
     bench = Constrained()
     grammar = bench.engine.grammars.compile(PERSON)
-    operation = bench.engine.generate_branches(
+    operation = bench.engine.inference.generate_branches(
         TENANT,
         bench.create(),
         8,
@@ -277,7 +279,7 @@ def test_a_constraint_contradicts_ignore_eos() -> None:
     with pytest.raises(InvalidRequest) as caught:
         bench.start(context_id, PERSON, ignore_eos=True)
     assert set(caught.value.violations) == {"sampling.ignore_eos"}
-    assert not bench.engine.get(TENANT, context_id).is_busy
+    assert not bench.engine.observer.get(TENANT, context_id).is_busy
 
 
 def test_a_refused_generation_leaves_the_grammar_before_it() -> None:

@@ -24,10 +24,10 @@ def test_create_is_idempotent_by_request_id() -> None:
     """Catches a retry that makes a second context, while the first runs or after it."""
     bench = Bench()
     prompt = numbers(1, 20)
-    first = bench.engine.create(TENANT, prompt, labels={"a": "b"}, request_id="r")
-    assert bench.engine.create(TENANT, prompt, labels={"a": "b"}, request_id="r") is first
+    first = bench.engine.contexts.create(TENANT, prompt, labels={"a": "b"}, request_id="r")
+    assert bench.engine.contexts.create(TENANT, prompt, labels={"a": "b"}, request_id="r") is first
     bench.run(first)
-    assert bench.engine.create(TENANT, prompt, labels={"a": "b"}, request_id="r") is first
+    assert bench.engine.contexts.create(TENANT, prompt, labels={"a": "b"}, request_id="r") is first
     assert bench.engine.view().num_contexts == 1
     assert first.answer.context.labels == (("a", "b"),)
 
@@ -37,7 +37,7 @@ def test_create_that_came_to_nothing_is_run_again(end: str) -> None:
     """Catches an answer remembered for a call that has none: a handle of a context that is gone."""
     bench = Bench()
     prompt = numbers(1, 20)
-    first = bench.engine.create(TENANT, prompt, request_id="r")
+    first = bench.engine.contexts.create(TENANT, prompt, request_id="r")
     if end == "cancel":
         bench.engine.cancel(first)
     else:
@@ -45,25 +45,27 @@ def test_create_that_came_to_nothing_is_run_again(end: str) -> None:
         bench.step()
         assert first.error is not None
     bench.runner.before_step = lambda batch: None
-    second = bench.run(bench.engine.create(TENANT, prompt, request_id="r"))
+    second = bench.run(bench.engine.contexts.create(TENANT, prompt, request_id="r"))
     assert second is not first
     assert bench.tokens(second.answer.context.id) == prompt
-    assert bench.engine.create(TENANT, prompt, request_id="r") is second
+    assert bench.engine.contexts.create(TENANT, prompt, request_id="r") is second
     bench.end()
 
 
 @pytest.mark.parametrize(
     "repeat",
     [
-        lambda engine: engine.create(TENANT, numbers(2, 20), request_id="r"),
-        lambda engine: engine.create(TENANT, numbers(1, 20), lease=PINNED, request_id="r"),
-        lambda engine: engine.create(TENANT, numbers(1, 20), labels={"x": "y"}, request_id="r"),
+        lambda engine: engine.contexts.create(TENANT, numbers(2, 20), request_id="r"),
+        lambda engine: engine.contexts.create(TENANT, numbers(1, 20), lease=PINNED, request_id="r"),
+        lambda engine: engine.contexts.create(
+            TENANT, numbers(1, 20), labels={"x": "y"}, request_id="r"
+        ),
     ],
 )
 def test_request_id_of_another_create(repeat: Callable[[object], Operation]) -> None:
     """Catches another call's answer given to a caller who asks for something else."""
     bench = Bench()
-    bench.run(bench.engine.create(TENANT, numbers(1, 20), request_id="r"))
+    bench.run(bench.engine.contexts.create(TENANT, numbers(1, 20), request_id="r"))
     with pytest.raises(InvalidRequest) as refusal:
         repeat(bench.engine)
     assert refusal.value.reason is Reason.REQUEST_ID_REUSED
@@ -73,13 +75,13 @@ def test_request_id_of_another_create(repeat: Callable[[object], Operation]) -> 
 def test_request_ids_of_tenants_and_methods_are_apart() -> None:
     """Catches one tenant's answer given to another, and a Create's to a Fork."""
     bench = Bench()
-    context = bench.run(bench.engine.create(TENANT, [1], request_id="r")).answer.context
-    other = bench.run(bench.engine.create("other", [1], request_id="r")).answer.context
+    context = bench.run(bench.engine.contexts.create(TENANT, [1], request_id="r")).answer.context
+    other = bench.run(bench.engine.contexts.create("other", [1], request_id="r")).answer.context
     assert context.id != other.id
-    (child,) = bench.engine.fork(TENANT, context.id, request_id="r")
+    (child,) = bench.engine.contexts.fork(TENANT, context.id, request_id="r")
     assert child.parent_id == context.id
     with pytest.raises(InvalidRequest) as refusal:
-        bench.engine.fork(TENANT, context.id, count=2, request_id="r")
+        bench.engine.contexts.fork(TENANT, context.id, count=2, request_id="r")
     assert refusal.value.reason is Reason.REQUEST_ID_REUSED
 
 
@@ -87,11 +89,11 @@ def test_reply_expires() -> None:
     """Catches answers remembered for ever: the clock is the caller's."""
     now = [0.0]
     engine = make_engine(clock=lambda: now[0], limits=LimitsConfig(reply_ttl=10))
-    first = engine.run(engine.create(TENANT, [1], request_id="r"))
+    first = engine.run(engine.contexts.create(TENANT, [1], request_id="r"))
     now[0] = 9.0
-    assert engine.create(TENANT, [1], request_id="r") is first
+    assert engine.contexts.create(TENANT, [1], request_id="r") is first
     now[0] = 10.0
-    assert engine.create(TENANT, [1], request_id="r") is not first
+    assert engine.contexts.create(TENANT, [1], request_id="r") is not first
 
 
 def test_views_after_a_fork() -> None:
@@ -124,7 +126,7 @@ def test_recursive_release() -> None:
     keep = bench.create(numbers(2, 5))
     released = bench.release(root, children[0], recursive=True)
     assert released.num_released == 5
-    assert [view.id for view in bench.engine.list(TENANT).contexts] == [keep]
+    assert [view.id for view in bench.engine.observer.list(TENANT).contexts] == [keep]
     bench.end()
 
 
@@ -135,7 +137,9 @@ def test_release_is_all_or_none() -> None:
     with pytest.raises(NotFound):
         bench.release(context, "gone")
     assert bench.length(context) == 1
-    released, _ = bench.engine.release(TENANT, [context, "gone", context], allow_missing=True)
+    released, _ = bench.engine.contexts.release(
+        TENANT, [context, "gone", context], allow_missing=True
+    )
     assert released.num_released == 1
 
 
@@ -146,15 +150,15 @@ def test_foreign_handles_answer_as_unknown_ones() -> None:
     params = SamplingParams()
     engine = bench.engine
     calls: list[Callable[[str], object]] = [
-        lambda handle: engine.get("other", handle),
-        lambda handle: engine.tokens("other", handle),
-        lambda handle: engine.fork("other", handle),
-        lambda handle: engine.extend("other", handle, [1]),
-        lambda handle: engine.generate("other", handle, params),
-        lambda handle: engine.generate_branches("other", handle, 2, params),
-        lambda handle: engine.score("other", handle, [[1]]),
-        lambda handle: engine.truncate("other", handle, 0),
-        lambda handle: engine.release("other", [handle]),
+        lambda handle: engine.observer.get("other", handle),
+        lambda handle: engine.observer.tokens("other", handle),
+        lambda handle: engine.contexts.fork("other", handle),
+        lambda handle: engine.contexts.extend("other", handle, [1]),
+        lambda handle: engine.inference.generate("other", handle, params),
+        lambda handle: engine.inference.generate_branches("other", handle, 2, params),
+        lambda handle: engine.inference.score("other", handle, [[1]]),
+        lambda handle: engine.contexts.truncate("other", handle, 0),
+        lambda handle: engine.contexts.release("other", [handle]),
     ]
     for call in calls:
         errors = []
@@ -165,7 +169,7 @@ def test_foreign_handles_answer_as_unknown_ones() -> None:
         assert type(errors[0]) is type(errors[1]) is NotFound
         assert [str(e) for e in errors] == [str(errors[1])] * 2
         assert errors[0].metadata == errors[1].metadata
-    assert engine.list("other").contexts == ()
+    assert engine.observer.list("other").contexts == ()
     assert bench.length(context) == 20
 
 
@@ -173,7 +177,7 @@ def test_no_prefix_is_shared_between_tenants() -> None:
     """Catches a cache hit that tells one tenant what another has computed."""
     bench = Bench()
     bench.create(numbers(1, 40))
-    answer = bench.engine.run(bench.engine.create("other", numbers(1, 40))).answer
+    answer = bench.engine.run(bench.engine.contexts.create("other", numbers(1, 40))).answer
     assert answer.usage.cached_tokens == 0
     assert bench.live == 6
 
@@ -185,13 +189,13 @@ def test_pages_of_contexts() -> None:
     (child,) = bench.fork(ids[2])
     found, token = [], ""
     while True:
-        page = bench.engine.list(TENANT, page_size=3, page_token=token)
+        page = bench.engine.observer.list(TENANT, page_size=3, page_token=token)
         found += [view.id for view in page.contexts]
         token = page.next_page_token
         if not token:
             break
     assert sorted(found) == sorted([*ids, child])
-    tree = bench.engine.list(TENANT, root_id=ids[2]).contexts
+    tree = bench.engine.observer.list(TENANT, root_id=ids[2]).contexts
     assert {view.id for view in tree} == {ids[2], child}
 
 
@@ -202,22 +206,22 @@ def test_busy_and_moved_contexts_are_refused() -> None:
     stream = bench.start(context, 5)
     params = SamplingParams()
     for call in (
-        lambda: bench.engine.extend(TENANT, context, [1]),
-        lambda: bench.engine.generate(TENANT, context, params),
-        lambda: bench.engine.truncate(TENANT, context, 1),
+        lambda: bench.engine.contexts.extend(TENANT, context, [1]),
+        lambda: bench.engine.inference.generate(TENANT, context, params),
+        lambda: bench.engine.contexts.truncate(TENANT, context, 1),
     ):
         with pytest.raises(ContextBusy):
             call()
     bench.finish(stream)
     for moved in (
-        lambda: bench.engine.extend(TENANT, context, [1], expected_length=20),
-        lambda: bench.engine.generate(TENANT, context, params, expected_length=20),
-        lambda: bench.engine.truncate(TENANT, context, 1, expected_length=20),
+        lambda: bench.engine.contexts.extend(TENANT, context, [1], expected_length=20),
+        lambda: bench.engine.inference.generate(TENANT, context, params, expected_length=20),
+        lambda: bench.engine.contexts.truncate(TENANT, context, 1, expected_length=20),
     ):
         with pytest.raises(ContextMoved) as refusal:
             moved()
         assert refusal.value.actual_length == 25
-    assert bench.engine.truncate(TENANT, context, 1, expected_length=25).length == 1
+    assert bench.engine.contexts.truncate(TENANT, context, 1, expected_length=25).length == 1
 
 
 def test_fork_limits() -> None:
@@ -241,7 +245,7 @@ def test_fork_limits() -> None:
     assert many.value.reason is Reason.TENANT_QUOTA
     bench.fork(context)
     with pytest.raises(PoolExhausted):
-        bench.engine.create(TENANT, [1])
+        bench.engine.contexts.create(TENANT, [1])
     bench.end()
 
 
@@ -251,8 +255,8 @@ def test_full_queue_refuses_without_a_trace() -> None:
     context = bench.create(numbers(1, 20))
     params = SamplingParams()
     for call in (
-        lambda: bench.engine.generate_branches(TENANT, context, 3, params),
-        lambda: bench.engine.score(TENANT, context, [[1], [2], [3]]),
+        lambda: bench.engine.inference.generate_branches(TENANT, context, 3, params),
+        lambda: bench.engine.inference.score(TENANT, context, [[1], [2], [3]]),
     ):
         with pytest.raises(PoolExhausted) as refusal:
             call()
@@ -270,9 +274,9 @@ def test_tokens_beyond_the_vocabulary(token: int) -> None:
     bench = Bench()
     context = bench.create([1, 999])
     for call in (
-        lambda: bench.engine.create(TENANT, [1, token]),
-        lambda: bench.engine.extend(TENANT, context, [token]),
-        lambda: bench.engine.score(TENANT, context, [[1], [token]]),
+        lambda: bench.engine.contexts.create(TENANT, [1, token]),
+        lambda: bench.engine.contexts.extend(TENANT, context, [token]),
+        lambda: bench.engine.inference.score(TENANT, context, [[1], [token]]),
     ):
         with pytest.raises(InvalidRequest) as refusal:
             call()

@@ -134,7 +134,7 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = base[: cut % (len(base) + 1)] + tokens
         with self._unchanged_if_refused():
             lease = PINNED if pinned else RETAINED
-            operation = self.bench.engine.create(TENANT, tokens, lease=lease)
+            operation = self.bench.engine.contexts.create(TENANT, tokens, lease=lease)
             context_id = operation.requests[0].context.id
             self.model[context_id], self.parents[context_id] = [], None
             self.pending.append(Pending(operation, [context_id], tokens, is_create=True))
@@ -148,7 +148,7 @@ class EngineMachine(RuleBasedStateMachine):
         position = None if at is None else at % (len(tokens) + 1)
         before = self.bench.pool_view
         with self._unchanged_if_refused(Reason.TENANT_QUOTA):
-            views = self.bench.engine.fork(TENANT, context_id, count=count, at=position)
+            views = self.bench.engine.contexts.fork(TENANT, context_id, count=count, at=position)
             for view in views:
                 self.model[view.id], self.parents[view.id] = tokens[:position], context_id
         after = self.bench.pool_view
@@ -160,7 +160,9 @@ class EngineMachine(RuleBasedStateMachine):
     def extend(self, pick: int, tokens: list[int], logprobs: bool, then: int) -> None:
         context_id = self._pick(pick)
         with self._unchanged_if_refused():
-            operation = self.bench.engine.extend(TENANT, context_id, tokens, logprobs=logprobs)
+            operation = self.bench.engine.contexts.extend(
+                TENANT, context_id, tokens, logprobs=logprobs
+            )
             base = list(self.model[context_id]) if logprobs else []
             self.pending.append(Pending(operation, [context_id], tokens, base))
         self.step(then)
@@ -179,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         context_id = self._pick(pick)
         params = self._params(context_id, max_tokens, seed, stop_after)
         with self._unchanged_if_refused():
-            operation = self.bench.engine.generate(TENANT, context_id, params)
+            operation = self.bench.engine.inference.generate(TENANT, context_id, params)
             self.pending.append(Pending(operation, [context_id]))
         self.step(then)
 
@@ -200,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
         position = None if at is None else at % (len(tokens) + 1)
         params = self._params(context_id, max_tokens, seed, None)
         with self._unchanged_if_refused():
-            operation = self.bench.engine.generate_branches(
+            operation = self.bench.engine.inference.generate_branches(
                 TENANT, context_id, count, params, at=position
             )
             ids = [request.context.id for request in operation.requests]
@@ -214,7 +216,7 @@ class EngineMachine(RuleBasedStateMachine):
     def score(self, pick: int, continuations: list[list[int]], then: int) -> None:
         context_id = self._pick(pick)
         with self._unchanged_if_refused():
-            operation = self.bench.engine.score(TENANT, context_id, continuations)
+            operation = self.bench.engine.inference.score(TENANT, context_id, continuations)
             base = list(self.model[context_id])
             self.pending.append(Pending(operation, [], base=base, continuations=continuations))
         self.step(then)
@@ -225,7 +227,7 @@ class EngineMachine(RuleBasedStateMachine):
         context_id = self._pick(pick)
         length %= len(self.model[context_id]) + 2
         with self._unchanged_if_refused(Reason.POSITION_OUT_OF_RANGE, Reason.CONTEXT_BUSY):
-            view = self.bench.engine.truncate(TENANT, context_id, length)
+            view = self.bench.engine.contexts.truncate(TENANT, context_id, length)
             assert view.length == length
             del self.model[context_id][length:]
 
@@ -235,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
         context_id = self._pick(pick)
         before = self.bench.view(context_id)
         with self._unchanged_if_refused(Reason.CONTEXT_BUSY):
-            view = self.bench.engine.update_lease(TENANT, context_id, PARK).context
+            view = self.bench.engine.contexts.update_lease(TENANT, context_id, PARK).context
             assert view.length == before.length
         self.step(then)
 
@@ -247,14 +249,16 @@ class EngineMachine(RuleBasedStateMachine):
         while recursive and (more := {c for c, p in self.parents.items() if p in doomed} - doomed):
             doomed |= more
         ended = {p.operation for p in self.pending if doomed & _running(p)}
-        released, reported = self.bench.engine.release(TENANT, list(ids), recursive=recursive)
+        released, reported = self.bench.engine.contexts.release(
+            TENANT, list(ids), recursive=recursive
+        )
         assert set(reported) == ended
         assert released.num_released == len(doomed)
         for context_id in doomed:
             self._forget(context_id)
 
         with self._unchanged_if_refused(Reason.CONTEXT_NOT_FOUND):
-            self.bench.engine.release(TENANT, [*self.model, *ids])
+            self.bench.engine.contexts.release(TENANT, [*self.model, *ids])
             raise AssertionError("released twice")
 
     # -- time --------------------------------------------------------------------------------
@@ -347,7 +351,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     def _views(self) -> tuple[ContextView, ...]:
-        return self.bench.engine.list(TENANT, page_size=1000).contexts
+        return self.bench.engine.observer.list(TENANT, page_size=1000).contexts
 
     def _fail(self, moment: str) -> None:
         self.fault_in -= moment == "before"

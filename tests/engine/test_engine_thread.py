@@ -2,13 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
 from fakes import make_engine
 
 from agentkv.engine.async_engine import AsyncEngine
+from agentkv.engine.operations import Operation
+from agentkv.engine.outputs import Chunk, Update
+from agentkv.engine.stream_pace import LONGEST, least_interval
 from agentkv.errors import AgentKVError, Reason, Unavailable
 from agentkv.sampling_params import SamplingParams
 
@@ -109,3 +113,62 @@ def test_the_end_of_a_stopped_engine_is_no_failure() -> None:
         assert await waiting
 
     run(scenario())
+
+
+@pytest.mark.parametrize(("interval", "num_messages"), [(0.0, 50), (1000.0, 2)])
+def test_tokens_of_many_steps_share_a_message_while_a_stream_is_paced(
+    interval: float, num_messages: int
+) -> None:
+    """Catches tokens that are lost or reordered when held back, and a first or last one that is."""
+
+    async def scenario() -> None:
+        engine = AsyncEngine(make_engine(), stream_interval=interval)
+        await engine.start()
+        root = (await engine.create(TENANT, range(5))).context.id
+        messages: list[tuple[Update, ...]] = []
+        async with engine.generate(TENANT, root, SamplingParams(max_tokens=50)) as stream:
+            async for updates in stream:
+                messages.append(updates)
+        chunks = [item for item in chain(*messages) if isinstance(item, Chunk)]
+        told = [token for chunk in chunks for token in chunk.token_ids]
+        assert told == list((await engine.tokens(TENANT, root, 5)).token_ids)
+        assert len(messages) == num_messages
+        assert isinstance(messages[0][0], Chunk), "the first token waits for nothing"
+        await engine.stop()
+
+    run(scenario())
+
+
+def test_a_held_message_goes_out_once_it_is_due() -> None:
+    """Catches tokens that wait for more: of a request that gave way none may come for long."""
+
+    async def scenario() -> None:
+        core = make_engine()
+        engine = AsyncEngine(core, stream_interval=0.05)
+        await engine.start()
+        root = (await engine.create(TENANT, range(5))).context.id
+        step, num_steps = core.step, 0
+
+        def stalls(meanwhile: Callable[[], None] = lambda: None) -> Sequence[Operation]:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps <= 3:
+                return step(meanwhile)
+            meanwhile()
+            return ()
+
+        core.step = stalls  # type: ignore[method-assign]  # a pool that stays full for ever
+        async with engine.generate(TENANT, root, SamplingParams(max_tokens=50)) as stream:
+            told: list[Update] = []
+            while len(told) < 2:
+                told += await anext(stream)
+        assert [len(item.token_ids) for item in told if isinstance(item, Chunk)] == [1, 2]
+        await engine.stop()
+
+    run(scenario())
+
+
+def test_few_streams_are_never_held_back() -> None:
+    """Catches a default that makes one reader wait, and one that no number of streams changes."""
+    assert least_interval(1) == least_interval(8) == 0
+    assert 0 < least_interval(9) < least_interval(40) < least_interval(10_000) == LONGEST

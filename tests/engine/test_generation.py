@@ -56,7 +56,7 @@ def test_branches_come_first_and_once() -> None:
     """Catches a branch whose handle is known only after its tokens."""
     bench = Bench()
     context = bench.create(numbers(1, 20))
-    group = bench.engine.generate_branches(
+    group = bench.engine.inference.generate_branches(
         TENANT, context, 3, SamplingParams(max_tokens=4), at=10, labels={"k": "v"}
     )
     updates = bench.finish(group)
@@ -157,7 +157,7 @@ def test_branches_draw_from_streams_of_their_own() -> None:
         prompt = numbers(1, 20)
         context = bench.create(prompt)
         params = SamplingParams(max_tokens=6, temperature=1, seed=42)
-        group = bench.engine.generate_branches(TENANT, context, 4, params)
+        group = bench.engine.inference.generate_branches(TENANT, context, 4, params)
         updates = bench.finish(group)
         runs.append([tokens_of(updates, branch) for branch in range(4)])
         assert {finish_of(updates, branch).seed for branch in range(4)} == {42}
@@ -175,7 +175,9 @@ def test_fork_then_generate_draws_like_generate_branches() -> None:
         context = bench.create(numbers(1, 20))
         params = SamplingParams(max_tokens=6, temperature=1, seed=42)
         if is_one_call:
-            updates = bench.finish(bench.engine.generate_branches(TENANT, context, 3, params))
+            updates = bench.finish(
+                bench.engine.inference.generate_branches(TENANT, context, 3, params)
+            )
             tokens.append([tokens_of(updates, branch) for branch in range(3)])
         else:
             children = bench.fork(context, 3)

@@ -32,7 +32,7 @@ def test_fork_during_extend_has_none_of_the_new_tokens() -> None:
     bench = Bench(chunk=4)
     prompt, new = numbers(1, 20), numbers(2, 12)
     context = bench.create(prompt)
-    operation = bench.engine.extend(TENANT, context, new)
+    operation = bench.engine.contexts.extend(TENANT, context, new)
     bench.step()
     (child,) = bench.fork(context)
     assert bench.tokens(child) == bench.tokens(context) == prompt
@@ -47,9 +47,9 @@ def test_release_ends_what_runs_on_the_context() -> None:
     bench = Bench(chunk=4)
     contexts = [bench.create(numbers(n, 20)) for n in range(2)]
     stream = bench.start(contexts[0], 9)
-    extend = bench.engine.extend(TENANT, contexts[1], numbers(5, 30))
+    extend = bench.engine.contexts.extend(TENANT, contexts[1], numbers(5, 30))
     bench.steps(2)
-    _, ended = bench.engine.release(TENANT, contexts)
+    _, ended = bench.engine.contexts.release(TENANT, contexts)
     bench.audit()
     assert set(ended) == {stream, extend}
     finish = finish_of(stream.take_news())
@@ -65,7 +65,7 @@ def test_release_of_one_branch_leaves_the_others() -> None:
     """Catches a group that ends with its first released branch."""
     bench = Bench()
     prompt = numbers(1, 20)
-    group = bench.engine.generate_branches(
+    group = bench.engine.inference.generate_branches(
         TENANT, bench.create(prompt), 3, SamplingParams(max_tokens=6)
     )
     ids = [request.context.id for request in group.requests]
@@ -106,7 +106,7 @@ def test_cancelled_extend_commits_nothing(num_steps: int) -> None:
     bench = Bench(chunk=4)
     prompt = numbers(1, 20)
     context = bench.create(prompt)
-    operation = bench.engine.extend(TENANT, context, numbers(2, 12))
+    operation = bench.engine.contexts.extend(TENANT, context, numbers(2, 12))
     bench.steps(num_steps)
     bench.engine.cancel(operation)
     bench.audit()
@@ -120,7 +120,7 @@ def test_cancelled_extend_commits_nothing(num_steps: int) -> None:
 def test_cancelled_create_leaves_no_context(num_steps: int) -> None:
     """Catches a context without a handle that stays behind."""
     bench = Bench(chunk=4)
-    operation = bench.engine.create(TENANT, numbers(2, 12))
+    operation = bench.engine.contexts.create(TENANT, numbers(2, 12))
     bench.steps(num_steps)
     bench.engine.cancel(operation)
     bench.audit()
@@ -176,7 +176,7 @@ def test_failing_step_of_a_copy() -> None:
         raise RuntimeError("the device failed")
 
     bench.runner.after_writes = fail
-    operation = bench.engine.extend(TENANT, child, [7])
+    operation = bench.engine.contexts.extend(TENANT, child, [7])
     bench.step()
     bench.runner.after_writes = lambda batch: None
     assert operation.error is not None

@@ -14,7 +14,7 @@ from agentkv.errors import AgentKVError, InvalidRequest, NotFound, PoolExhausted
 
 def update(bench: Bench, context: str, mode: LeaseMode | None = None, **terms: object) -> None:
     """Asks for a lease."""
-    bench.engine.update_lease(TENANT, context, LeaseTerms(mode, **terms))  # type: ignore[arg-type]  # the terms of each test
+    bench.engine.contexts.update_lease(TENANT, context, LeaseTerms(mode, **terms))  # type: ignore[arg-type]  # the terms of each test
     bench.audit()
 
 
@@ -66,7 +66,7 @@ def test_any_use_renews_and_looking_does_not() -> None:
         assert bench.view(context).expire_time == bench.now + 100
     wait(bench, 90)
     bench.view(context)
-    bench.engine.list(TENANT)
+    bench.engine.observer.list(TENANT)
     wait(bench, 20)
     assert bench.view(context).lease.is_expired
 
@@ -121,13 +121,13 @@ def test_pins_beyond_the_quota_are_refused_with_numbers() -> None:
     ]
     assert bench.view(second) == before
     with pytest.raises(PoolExhausted):
-        bench.engine.create(TENANT, numbers(3, 32), lease=PINNED)
+        bench.engine.contexts.create(TENANT, numbers(3, 32), lease=PINNED)
     with pytest.raises(PoolExhausted):
         bench.extend(first, numbers(4, 17))
     assert bench.length(first) == 64
     with pytest.raises(PoolExhausted):
-        bench.engine.fork(TENANT, second, lease=PINNED)
-    assert len(bench.engine.list(TENANT).contexts) == 2
+        bench.engine.contexts.fork(TENANT, second, lease=PINNED)
+    assert len(bench.engine.observer.list(TENANT).contexts) == 2
     update(bench, second, LeaseMode.PIN, may_reduce=True)
     lease = bench.view(second).lease
     assert (lease.mode, lease.reductions) == (LeaseMode.RETAIN, (LeaseReduction.PIN_QUOTA,))
@@ -166,10 +166,10 @@ def test_a_subtree_is_pinned_as_a_whole_or_not() -> None:
     for number, branch in enumerate(branches):
         bench.extend(branch, numbers(number + 5, 4))
     with pytest.raises(PoolExhausted):
-        bench.engine.update_lease(TENANT, root, PINNED, recursive=True)
+        bench.engine.contexts.update_lease(TENANT, root, PINNED, recursive=True)
     assert bench.pool_view.pinned == 0
     bench.release(branches[0])
-    leased = bench.engine.update_lease(TENANT, root, PINNED, recursive=True)
+    leased = bench.engine.contexts.update_lease(TENANT, root, PINNED, recursive=True)
     assert (leased.num_updated, leased.pool.pinned) == (3, 6)
     bench.end()
 
@@ -183,16 +183,16 @@ def test_a_time_that_no_lease_can_have_is_refused(ttl: float) -> None:
     bench.now += 5
     terms = LeaseTerms(LeaseMode.PIN, ttl)
     calls: list[Callable[[], object]] = [
-        lambda: bench.engine.update_lease(TENANT, context, terms),
-        lambda: bench.engine.create(TENANT, [1], lease=terms),
-        lambda: bench.engine.fork(TENANT, context, lease=terms),
+        lambda: bench.engine.contexts.update_lease(TENANT, context, terms),
+        lambda: bench.engine.contexts.create(TENANT, [1], lease=terms),
+        lambda: bench.engine.contexts.fork(TENANT, context, lease=terms),
     ]
     for call in calls:
         with pytest.raises(InvalidRequest) as refusal:
             call()
         assert "lease.ttl" in refusal.value.violations
     assert bench.view(context) == before
-    assert len(bench.engine.list(TENANT).contexts) == 1
+    assert len(bench.engine.observer.list(TENANT).contexts) == 1
 
 
 def test_a_longer_time_is_reduced_where_that_is_fine() -> None:
@@ -266,7 +266,7 @@ def test_a_create_whose_caller_went_away(request_id: str | None) -> None:
     """Catches a context that nobody has a handle of, and that stays for a day."""
     bench = Bench()
     prompt = numbers(1, 20)
-    operation = bench.run(bench.engine.create(TENANT, prompt, request_id=request_id))
+    operation = bench.run(bench.engine.contexts.create(TENANT, prompt, request_id=request_id))
     context = operation.answer.context.id
     bench.engine.disown(operation)
     if request_id is None:
@@ -274,7 +274,7 @@ def test_a_create_whose_caller_went_away(request_id: str | None) -> None:
             bench.view(context)
         return
     wait(bench, 599)
-    again = bench.engine.create(TENANT, prompt, request_id=request_id)
+    again = bench.engine.contexts.create(TENANT, prompt, request_id=request_id)
     assert again.answer.context.id == context
     wait(bench, 601)
     assert bench.view(context).length == 20
@@ -302,5 +302,5 @@ def test_an_unknown_handle_has_no_lease() -> None:
     context = bench.create(numbers(1, 20))
     for tenant, name in (("other", context), (TENANT, "none")):
         with pytest.raises(AgentKVError) as refusal:
-            bench.engine.update_lease(tenant, name, DEFAULT_TERMS)
+            bench.engine.contexts.update_lease(tenant, name, DEFAULT_TERMS)
         assert refusal.value.reason is Reason.CONTEXT_NOT_FOUND

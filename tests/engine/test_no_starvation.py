@@ -50,7 +50,7 @@ class Agent:
     def _run(self) -> Generator[Operation | float, None, None]:
         engine, draw = self.bench.engine, self.draw
         tokens = numbers(self.number, draw.randrange(1, 40))
-        create = yield from self._try(lambda: engine.create(self.tenant, tokens))
+        create = yield from self._try(lambda: engine.contexts.create(self.tenant, tokens))
         if create is None:
             return
         context = create.answer.context.id
@@ -65,20 +65,20 @@ class Agent:
             tokens = tokens + continuation(tokens, count)
             mode = draw.choice(list(LeaseMode))
             terms = LeaseTerms(mode, draw.choice([None, 5.0, 50.0]), may_reduce=True)
-            engine.update_lease(self.tenant, context, terms)
+            engine.contexts.update_lease(self.tenant, context, terms)
             if draw.random() < 0.3:
-                engine.fork(self.tenant, context, count=draw.randrange(1, 4))
+                engine.contexts.fork(self.tenant, context, count=draw.randrange(1, 4))
             yield draw.choice([0.0, 3.0, 30.0])
-        assert list(engine.tokens(self.tenant, context))[: len(tokens)] == tokens
+        assert list(engine.observer.tokens(self.tenant, context))[: len(tokens)] == tokens
         if draw.random() < 0.7:  # the others leave it to the handle retention
-            engine.release(self.tenant, [context], recursive=True)
+            engine.contexts.release(self.tenant, [context], recursive=True)
 
     def _extend(self, context: str, given: list[int]) -> Callable[[], Operation]:
-        return lambda: self.bench.engine.extend(self.tenant, context, given)
+        return lambda: self.bench.engine.contexts.extend(self.tenant, context, given)
 
     def _generate(self, context: str, count: int) -> Callable[[], Operation]:
         params = SamplingParams(max_tokens=count)
-        return lambda: self.bench.engine.generate(self.tenant, context, params)
+        return lambda: self.bench.engine.inference.generate(self.tenant, context, params)
 
     def _try(
         self, begin: Callable[[], OperationT]
@@ -138,7 +138,7 @@ def test_random_agents_are_never_starved() -> None:
     bench.now += 1000
     bench.engine.advance()
     for agent in everybody:
-        assert not bench.engine.list(agent.tenant).contexts
+        assert not bench.engine.observer.list(agent.tenant).contexts
     bench.engine.flush_cache()
     assert bench.free == bench.pool_view.total
 
@@ -150,4 +150,4 @@ def test_an_agent_that_was_away_too_long_is_told_so() -> None:
     bench.now += 11
     bench.engine.advance()
     with pytest.raises(NotFound):
-        bench.engine.extend("tenant", context, [1])
+        bench.engine.contexts.extend("tenant", context, [1])

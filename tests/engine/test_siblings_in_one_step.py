@@ -22,9 +22,11 @@ def test_a_sibling_that_parts_above_leaves_the_first_ones_blocks_alone() -> None
     bench = Bench(num_blocks=14, block_size=4)
     prompt, other_prompt = numbers(1, 10), numbers(2, 24)
     context, other = bench.create(prompt), bench.create(other_prompt)
-    bench.engine.create(TENANT, numbers(5, 24))  # takes the context's last block in this step
+    bench.engine.contexts.create(
+        TENANT, numbers(5, 24)
+    )  # takes the context's last block in this step
     generation = bench.start(context, 2)  # takes a block for 8 and 9
-    scoring = bench.engine.score(TENANT, context, [numbers(3, 4), numbers(4, 4)])
+    scoring = bench.engine.inference.score(TENANT, context, [numbers(3, 4), numbers(4, 4)])
     bench.start(other, 1)  # or its blocks would go first
     bench.step()
     assert bench.view(context).num_computed == 10
@@ -42,7 +44,7 @@ def test_blocks_that_another_request_has_taken_for_both_are_not_needed_twice() -
     bench.release(bench.create(numbers(2, 48)))
     assert bench.view(context).num_computed == 16, "most of it was to give way"
     generation = bench.start(context, 1)
-    scoring = bench.engine.score(TENANT, context, [numbers(3, 6)])
+    scoring = bench.engine.inference.score(TENANT, context, [numbers(3, 6)])
     bench.drain()
     assert tokens_of(generation.take_news()) == continuation(prompt, 1)
     assert scoring.error is None and scored(scoring, prompt)

@@ -93,7 +93,7 @@ def test_a_stop_text_inside_a_draft() -> None:
         texts.append(said(news))
         assert finish_of(news).reason is FinishReason.STOP
         assert bench.tokens(context) == prompt + tokens[:7]
-        usage = bench.engine.usage(TENANT, context_id=context)
+        usage = bench.engine.observer.usage(TENANT, context_id=context)
         assert usage.bill.generated_tokens == 7
         assert bench.generate(context, 5) == continuation(prompt + tokens[:7], 5)
         bench.end()
@@ -177,7 +177,7 @@ def test_drafts_stay_within_the_rows_of_a_step() -> None:
     bench = Bench(budget=8, draft=8, propose=always_right)
     parent = bench.create(numbers(1, 20))
     params = SamplingParams(max_tokens=30)
-    group = bench.engine.generate_branches(TENANT, parent, 3, params)
+    group = bench.engine.inference.generate_branches(TENANT, parent, 3, params)
     bench.finish(group)
     sizes = [batch.num_rows for batch in bench.runner.batches]
     assert max(sizes[2:]) <= 8

@@ -35,7 +35,7 @@ def test_branches_inherit_logits() -> None:
     bench = Bench()
     context = bench.create(numbers(1, 40))
     params = SamplingParams(max_tokens=1)
-    updates = bench.finish(bench.engine.generate_branches(TENANT, context, 4, params))
+    updates = bench.finish(bench.engine.inference.generate_branches(TENANT, context, 4, params))
     for branch in range(4):
         assert finish_of(updates, branch).usage == Usage(0, 40, 1)
     assert bench.engine.view().computed_tokens == 40
@@ -123,12 +123,12 @@ def test_score_cancelled() -> None:
     """Catches hidden branches that outlive their call."""
     bench = Bench(chunk=4)
     context = bench.create(numbers(1, 20))
-    operation = bench.engine.score(TENANT, context, [numbers(2, 30), numbers(3, 30)])
+    operation = bench.engine.inference.score(TENANT, context, [numbers(2, 30), numbers(3, 30)])
     bench.steps(2)
     bench.engine.cancel(operation)
     bench.audit()
     assert bench.live == 2 and not bench.engine.has_work
-    assert bench.engine._store._hidden == set()
+    assert bench.engine._store.hidden == set()
     bench.end()
 
 
@@ -142,7 +142,7 @@ def test_extend_reports_logprobs() -> None:
     for has_logits in (True, False):
         if not has_logits:
             bench.forget_logits(context)
-        operation = bench.run(bench.engine.extend(TENANT, context, new, logprobs=True))
+        operation = bench.run(bench.engine.contexts.extend(TENANT, context, new, logprobs=True))
         assert list(operation.answer.logprobs) == expected
         bench.truncate(context, 20)
     bench.end()
@@ -153,7 +153,7 @@ def test_extend_from_nothing_reports_all_but_the_first() -> None:
     bench = Bench()
     context = bench.create([1])
     bench.truncate(context, 0)
-    operation = bench.run(bench.engine.extend(TENANT, context, [5, 6, 7], logprobs=True))
+    operation = bench.run(bench.engine.contexts.extend(TENANT, context, [5, 6, 7], logprobs=True))
     assert list(operation.answer.logprobs) == [logprob([5], 6), logprob([5, 6], 7)]
 
 
@@ -192,7 +192,7 @@ def test_scoring_one_token_on_kept_logits_computes_nothing() -> None:
     """Catches a row and a block for the last token of a continuation, which nothing follows."""
     bench = Bench(num_blocks=2, block_size=4)
     root = bench.create([1, 2, 3, 4, 5, 6, 7, 8])
-    scores = bench.run(bench.engine.score(TENANT, root, [[1], [2], [3]])).answer
+    scores = bench.run(bench.engine.inference.score(TENANT, root, [[1], [2], [3]])).answer
     assert scores.usage.computed_tokens == 0
     assert bench.pool.num_free == 0
 
@@ -201,6 +201,6 @@ def test_scoring_many_tokens_runs_all_but_the_last() -> None:
     """Catches a score that is off by a row, or that computes its continuation to the end."""
     bench = Bench(block_size=4)
     root = bench.create([1, 2, 3, 4, 5])
-    scores = bench.run(bench.engine.score(TENANT, root, [[1, 2, 3]])).answer
+    scores = bench.run(bench.engine.inference.score(TENANT, root, [[1, 2, 3]])).answer
     assert scores.usage.computed_tokens == 2
     assert len(scores.scores[0].logprobs) == 3

@@ -75,7 +75,7 @@ class UsageMachine(RuleBasedStateMachine):
     )
     def create(self, tokens: list[int], tenant: str, pinned: bool, then: int) -> None:
         try:
-            operation = self.bench.engine.create(
+            operation = self.bench.engine.contexts.create(
                 tenant, tokens, lease=PINNED if pinned else RETAINED
             )
         except AgentKVError:
@@ -89,30 +89,38 @@ class UsageMachine(RuleBasedStateMachine):
     def fork(self, pick: int, at: int | None, count: int) -> None:
         context_id = self._pick(pick)
         tenant = self.ids[context_id]
-        length = self.bench.engine.get(tenant, context_id).length
+        length = self.bench.engine.observer.get(tenant, context_id).length
         position = None if at is None else at % (length + 1)
-        for view in self.bench.engine.fork(tenant, context_id, count=count, at=position):
+        for view in self.bench.engine.contexts.fork(tenant, context_id, count=count, at=position):
             self.ids[view.id] = tenant
 
     @precondition(lambda self: self.ids)
     @rule(pick=picks, tokens=few_tokens, then=some_steps)
     def extend(self, pick: int, tokens: list[int], then: int) -> None:
         context_id = self._pick(pick)
-        self._try(lambda: self.bench.engine.extend(self.ids[context_id], context_id, tokens))
+        self._try(
+            lambda: self.bench.engine.contexts.extend(self.ids[context_id], context_id, tokens)
+        )
         self.step(then)
 
     @precondition(lambda self: self.ids)
     @rule(pick=picks, max_tokens=st.integers(1, 9), then=some_steps)
     def generate(self, pick: int, max_tokens: int, then: int) -> None:
         context_id, params = self._pick(pick), SamplingParams(max_tokens=max_tokens)
-        self._try(lambda: self.bench.engine.generate(self.ids[context_id], context_id, params))
+        self._try(
+            lambda: self.bench.engine.inference.generate(self.ids[context_id], context_id, params)
+        )
         self.step(then)
 
     @precondition(lambda self: self.ids)
     @rule(pick=picks, continuations=st.lists(few_tokens, min_size=1, max_size=3), then=some_steps)
     def score(self, pick: int, continuations: list[list[int]], then: int) -> None:
         context_id = self._pick(pick)
-        self._try(lambda: self.bench.engine.score(self.ids[context_id], context_id, continuations))
+        self._try(
+            lambda: self.bench.engine.inference.score(
+                self.ids[context_id], context_id, continuations
+            )
+        )
         self.step(then)
 
     @precondition(lambda self: self.ids)
@@ -120,21 +128,23 @@ class UsageMachine(RuleBasedStateMachine):
     def truncate(self, pick: int, length: int) -> None:
         context_id = self._pick(pick)
         tenant = self.ids[context_id]
-        length %= self.bench.engine.get(tenant, context_id).length + 1
-        self._try(lambda: self.bench.engine.truncate(tenant, context_id, length))
+        length %= self.bench.engine.observer.get(tenant, context_id).length + 1
+        self._try(lambda: self.bench.engine.contexts.truncate(tenant, context_id, length))
 
     @precondition(lambda self: self.ids)
     @rule(pick=picks, then=some_steps)
     def park(self, pick: int, then: int) -> None:
         context_id = self._pick(pick)
-        self._try(lambda: self.bench.engine.update_lease(self.ids[context_id], context_id, PARK))
+        self._try(
+            lambda: self.bench.engine.contexts.update_lease(self.ids[context_id], context_id, PARK)
+        )
         self.step(then)
 
     @precondition(lambda self: self.ids)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         context_id = self._pick(pick)
-        self.bench.engine.release(self.ids.pop(context_id), [context_id])
+        self.bench.engine.contexts.release(self.ids.pop(context_id), [context_id])
 
     @rule()
     def evict(self) -> None:
@@ -150,7 +160,7 @@ class UsageMachine(RuleBasedStateMachine):
         """Moves time on, and integrates by hand what is there meanwhile."""
         holders: defaultdict[Place, list[Context]] = defaultdict(list)
         store = self.bench.engine._store
-        for context in (*store, *store._hidden):
+        for context in (*store, *store.hidden):
             path = self.bench.tree.path(context.tail)
             places = {place for segment in path for place in segment.away}
             if context.hold >= Hold.KV:
@@ -164,7 +174,7 @@ class UsageMachine(RuleBasedStateMachine):
             self.pool[tier] += (taken - sum(p.tier is tier for p in holders)) * seconds
         for place, contexts in holders.items():
             for context in contexts:
-                payer = context.parent if context in store._hidden else context
+                payer = context.parent if context in store.hidden else context
                 assert payer is not None
                 self.owners[f"tree {payer.root_id}"] = payer.tenant
                 for name in (f"context {payer.id}", f"tree {payer.root_id}", payer.tenant):
@@ -182,7 +192,7 @@ class UsageMachine(RuleBasedStateMachine):
         living = {context.id for context in engine._store}
         self.ids = {id: tenant for id, tenant in self.ids.items() if id in living}
         for tenant in TENANTS:
-            usage = engine.usage(tenant)
+            usage = engine.observer.usage(tenant)
             assert usage.num_contexts == sum(owner == tenant for owner in self.ids.values())
             self._compare(usage, tenant)
             for occupancy in engine._tree.residency.occupancies:
@@ -192,16 +202,18 @@ class UsageMachine(RuleBasedStateMachine):
         for tier, taken, _, unheld in map(astuple, usage.tiers):
             assert taken == self._near(self.taken[tier], tier)
             assert unheld == self._near(self.pool[tier], tier)
-            tenants = sum(engine.usage(t).bill.block_seconds[tier] for t in TENANTS)
+            tenants = sum(engine.observer.usage(t).bill.block_seconds[tier] for t in TENANTS)
             assert tenants + unheld == pytest.approx(taken, rel=1e-9)
         assert {view.tier for view in usage.tiers} == {
             Tier.DEVICE,
             *(tier for tier, pool in self.bench.tree.lower.pools.items() if pool.num_blocks),
         }
         for context_id, tenant in self.ids.items():
-            self._compare(engine.usage(tenant, context_id=context_id), f"context {context_id}")
-            root_id = engine.get(tenant, context_id).root_id
-            self._compare(engine.usage(tenant, root_id=root_id), f"tree {root_id}")
+            self._compare(
+                engine.observer.usage(tenant, context_id=context_id), f"context {context_id}"
+            )
+            root_id = engine.observer.get(tenant, context_id).root_id
+            self._compare(engine.observer.usage(tenant, root_id=root_id), f"tree {root_id}")
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
@@ -209,7 +221,7 @@ class UsageMachine(RuleBasedStateMachine):
         self.bench.drain()
         self.bills_are_right()
         for context_id, tenant in self.ids.items():
-            self.bench.engine.release(tenant, [context_id])
+            self.bench.engine.contexts.release(tenant, [context_id])
         trees = list(self.owners)
         self.wait(3.0)
         self.bench.engine.flush_cache()
@@ -217,7 +229,7 @@ class UsageMachine(RuleBasedStateMachine):
         self.bills_are_right()
         for name in trees:  # what is released stays counted
             tenant = self.owners[name]
-            self._compare(self.bench.engine.usage(tenant, root_id=name[5:]), name)
+            self._compare(self.bench.engine.observer.usage(tenant, root_id=name[5:]), name)
         assert all(occupancy.is_idle for occupancy in self.bench.tree.residency.occupancies)
 
     # -- inside ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_a_snapshot_comes_first_and_numbers_have_no_gap() -> None:
     """Catches a change told before the snapshot, one told twice, or a number left out."""
     bench = Bench()
     root = bench.create(numbers(1, 20))
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     (branch,) = bench.fork(root)  # the snapshot shows it
     first = told(watcher)
     (snapshot,) = first
@@ -53,9 +53,9 @@ def test_a_snapshot_comes_first_and_numbers_have_no_gap() -> None:
 def test_a_watcher_hears_of_its_own_tenant_alone() -> None:
     """Catches another tenant's handles in a watch."""
     bench = Bench()
-    watcher = bench.engine.watch("other")
+    watcher = bench.engine.observer.watch("other")
     bench.create(numbers(1, 20))
-    bench.engine.create("other", numbers(2, 20))
+    bench.engine.contexts.create("other", numbers(2, 20))
     bench.drain()
     (snapshot,) = told(watcher)
     assert isinstance(snapshot, Snapshot)
@@ -68,14 +68,14 @@ def test_leases_are_told() -> None:
     """Catches a lease that ends without a word, or a warning that comes with every look."""
     bench = Bench()
     context = bench.create(numbers(1, 20))
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     told(watcher)
-    bench.engine.update_lease(TENANT, context, LeaseTerms(LeaseMode.PIN, 100.0))
+    bench.engine.contexts.update_lease(TENANT, context, LeaseTerms(LeaseMode.PIN, 100.0))
     for _ in range(20):
         bench.now += 6
         bench.engine.advance()
     bench.generate(context, 1)
-    bench.engine.update_lease(TENANT, context, LeaseTerms(LeaseMode.PARK))
+    bench.engine.contexts.update_lease(TENANT, context, LeaseTerms(LeaseMode.PARK))
     assert [kind for kind, _ in kinds(told(watcher))] == [
         ChangeKind.LEASED,
         ChangeKind.EXPIRING,
@@ -90,7 +90,7 @@ def test_what_gives_way_and_comes_back_is_told() -> None:
     """Catches KV that goes, or comes back, in silence; and pressure that does not show."""
     bench = Bench(num_blocks=8)
     context = bench.create(numbers(1, 64))
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     told(watcher)
     other = bench.create(numbers(2, 100))
     assert (ChangeKind.EVICTED, context) in kinds(told(watcher))
@@ -103,7 +103,7 @@ def test_what_gives_way_and_comes_back_is_told() -> None:
 def test_pressure_is_told_when_it_changes() -> None:
     """Catches a level told with every step, or not at all."""
     bench = Bench(num_blocks=8)
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     told(watcher)
     levels = []
     for number in range(4):
@@ -118,7 +118,7 @@ def test_one_that_lags_gets_a_fresh_snapshot(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(watch, "MAX_UNREAD", 10)
     bench = Bench()
     root = bench.create(numbers(1, 20))
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     told(watcher)
     branches = bench.fork(root, 50)
     bench.release(*branches[1:])
@@ -137,7 +137,7 @@ def test_a_large_snapshot_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     bench = Bench()
     root = bench.create(numbers(1, 20))
     bench.fork(root, 9)
-    watcher = bench.engine.watch(TENANT)
+    watcher = bench.engine.observer.watch(TENANT)
     pieces = told(watcher)
     assert all(isinstance(piece, Snapshot) for piece in pieces)
     shape = [
@@ -151,8 +151,8 @@ def test_a_large_snapshot_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_watcher_that_left_costs_nothing() -> None:
     """Catches watchers that pile up after their readers went away."""
     bench = Bench()
-    watcher = bench.engine.watch(TENANT)
-    bench.engine.unwatch(watcher)
-    bench.engine.unwatch(watcher)
+    watcher = bench.engine.observer.watch(TENANT)
+    bench.engine.observer.unwatch(watcher)
+    bench.engine.observer.unwatch(watcher)
     bench.create(numbers(1, 20))
     assert not watcher.has_more and list(bench.engine.watchers()) == []

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from agentkv_kernels import native
-from agentkv_kernels.int8_weights import GROUP, Int8Products, Int8Weights, round_rows
+from agentkv_kernels.int8_weights import GROUP, Int8Products, Int8Weights, Norm, round_rows
 
 LEVELS = [None, *native.available_levels()]
 
@@ -39,6 +39,35 @@ def test_product_means_its_integers(level: str | None, num_rows: int) -> None:
     found = Int8Products(library(level)).linear(rows, weights, bias)
     assert found.shape == (num_rows, 72)
     assert distance(found.double(), exact(rows, weights) + bias) < 2e-6
+
+
+@pytest.mark.parametrize("level", native.available_levels())
+def test_rows_are_the_same_to_the_bit_however_work_is_divided(level: str) -> None:
+    """Catches parts that lose or repeat a panel, and a look ahead that is more than a look.
+
+    Panels are cut among threads in parts of several, rows into tiles: neither may show.
+    """
+    products = Int8Products(library(level))
+    num_threads = torch.get_num_threads()
+    weights = Int8Weights.pack(random(32 * 37 + 5, 128, seed=1), library(level))
+    rows = random(41, 128)
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([products.linear(row[None], weights) for row in rows])
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(products.linear(rows, weights), alone)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_extreme_integers_do_not_overflow(level: str | None, sign: float) -> None:
+    """Catches sums that wrap: all of a group at 127 or -127, where the shift is greatest too."""
+    weights = Int8Weights.pack(torch.full((32, 64), sign), library(level))
+    found = Int8Products(library(level)).linear(torch.full((7, 64), -sign), weights)
+    assert distance(found.double(), torch.full((7, 32), -64.0, dtype=torch.float64)) < 1e-6
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -87,3 +116,24 @@ def test_rows_of_an_embedding_are_the_weights(level: str | None) -> None:
     weights = Int8Weights.pack(random(96, 128), library(level))
     tokens = torch.tensor([[95, 0], [33, 33]])
     assert torch.equal(weights.rows(tokens), weights.dequantised()[tokens])
+
+
+@pytest.mark.parametrize("level", native.available_levels())
+def test_native_rows_of_an_embedding_are_torchs(level: str) -> None:
+    """Catches a byte of another output or group, and a read behind the last output."""
+    weights = Int8Weights.pack(random(70, 192, seed=1), library(level))  # the last panel lacks 26
+    outputs = torch.tensor([[0, 31, 32], [69, 5, 64]])
+    products = Int8Products(library(level))
+    assert torch.equal(products.rows(outputs, weights), weights.rows(outputs))
+    assert bool(products.rows(torch.tensor([70, -1]), weights).isnan().all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_norm_before_a_product(level: str | None) -> None:
+    """Catches a norm that is left out, or one whose epsilon or weight is another's."""
+    weights = Int8Weights.pack(random(40, 128, seed=1), library(level))
+    norm = Norm(random(128, seed=2), 0.5)
+    products, rows = Int8Products(library(level)), random(9, 128) * 0.3
+    found = products.linear(rows, weights, random(40, seed=3), norm)
+    expected = products.linear(norm.apply(rows), weights, random(40, seed=3))
+    assert distance(found, expected) < 1e-3  # a last bit may round to the other integer

@@ -140,21 +140,21 @@ def test_a_context_comes_back_from_disk_exactly(tmp_path: Path) -> None:
         build_tiny_model("llama"), num_blocks=8, host_blocks=2, disk=disk, disk_blocks=8
     )
     prompt = [(5 * i + 1) % VOCAB_SIZE for i in range(18)]
-    context = made.engine.run(made.engine.create(TENANT, prompt)).answer.context.id
-    made.engine.update_lease(TENANT, context, PARK)
+    context = made.engine.run(made.engine.contexts.create(TENANT, prompt)).answer.context.id
+    made.engine.contexts.update_lease(TENANT, context, PARK)
     made.engine.step()
-    other = made.engine.run(made.engine.create(TENANT, prompt[::-1])).answer.context.id
-    made.engine.update_lease(TENANT, other, PARK)
+    other = made.engine.run(made.engine.contexts.create(TENANT, prompt[::-1])).answer.context.id
+    made.engine.contexts.update_lease(TENANT, other, PARK)
     made.engine.step()
     made.poison_free()
-    assert made.engine.get(TENANT, context).residency is Residency.DISK
+    assert made.engine.observer.get(TENANT, context).residency is Residency.DISK
     before = made.engine.view().computed_tokens
     params = SamplingParams(max_tokens=5)
-    made.engine.run(made.engine.generate(TENANT, context, params))
+    made.engine.run(made.engine.inference.generate(TENANT, context, params))
     assert made.engine.view().computed_tokens - before <= 5
     cold = TinyEngine(build_tiny_model("llama"))
-    twin = cold.engine.run(cold.engine.create(TENANT, prompt)).answer.context.id
-    cold.engine.run(cold.engine.generate(TENANT, twin, params))
+    twin = cold.engine.run(cold.engine.contexts.create(TENANT, prompt)).answer.context.id
+    cold.engine.run(cold.engine.inference.generate(TENANT, twin, params))
     assert made.tokens(TENANT, context) == cold.tokens(TENANT, twin)
     made.engine.check()
     made.engine.close()

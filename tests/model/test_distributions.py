@@ -23,8 +23,6 @@ from agentkv.core.token_rules import TokenRules
 from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
 
-SAMPLER = Sampler()
-
 ALONE_AND_TOGETHER: list[dict[str, Any]] = [
     {},
     {"temperature": 1.7},
@@ -77,7 +75,7 @@ def by_transformers(chosen: SamplingParams, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("options", ALONE_AND_TOGETHER)
-def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(sampler: Sampler, options: dict[str, Any]) -> None:
     """Catches a biased inversion, or an option left out: chi-square of 20 000 draws, p > 1e-4."""
     chosen = params(**options)
     logits = random_logits(1, vocab_size=13)
@@ -88,7 +86,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
         sample_of(chosen, ordinal=o % 100, at=o // 100)._replace(rules=rules, counts=counts)
         for o in range(20_000)
     ]
-    drawn = tokens_of(SAMPLER.sample(logits.expand(20_000, -1), samples))
+    drawn = tokens_of(sampler.sample(logits.expand(20_000, -1), samples))
     counts_drawn = np.bincount(drawn, minlength=13)
     assert counts_drawn[expected == 0].sum() == 0
     common = expected >= 5  # rarer ones are put together

@@ -16,7 +16,9 @@ from agentkv.model.kv_cache import KVCache
 from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
 from agentkv.model.sampler import Sampler
+from agentkv.model.weights import convert_weights
 from agentkv.sampling_params import SamplingParams
+from agentkv_kernels.native import load_native
 
 TOLERANCE = 1e-4
 PROMPT = (5, 17, 3, 88, 41, 9, 60)
@@ -131,6 +133,7 @@ class WidthSampler(Sampler):
     """The real sampler, keeping how many rows each call was given."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.widths: list[int] = []
         self.scored_widths: list[int] = []
 
@@ -320,3 +323,19 @@ def test_half_precision_heads_are_full_precision() -> None:
     assert run.kv.layer(0)[0].dtype == torch.bfloat16
     expected = run.expected(branch)[-1].float()
     torch.testing.assert_close(head, expected, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["layer by layer", "one native call"])
+def test_what_may_be_done_meanwhile_is_done_once(is_whole: bool) -> None:
+    """Catches a step that never says so: its tokens would reach nobody until the next one."""
+    model = build_tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    run = HandForked(model)
+    if is_whole:
+        convert_weights(model, "int8", load_native())
+    told: list[str] = []
+    branch = run.create()
+    run.runner.run(run.batch((branch, PROMPT), samples=[sample_of(6)]), lambda: told.append("rows"))
+    head = torch.zeros(VOCAB_SIZE)
+    asks_nothing_new = empty_batch(samples=[sample_of(None, head)])
+    run.runner.run(asks_nothing_new, lambda: told.append("no rows"))
+    assert told == ["rows", "no rows"]

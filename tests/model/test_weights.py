@@ -1,9 +1,11 @@
 """Rounded weights in whole models: which layers are taken, what they compute, who is left alone."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hand_forked import HandForked
 from tiny_models import build_tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,6 +15,7 @@ from agentkv.model.fused_layer import fuse_layers
 from agentkv.model.golden_check import check_model
 from agentkv.model.int8_linear import Int8Embedding, Int8Linear, quantise_linears
 from agentkv.model.model_shape import describe_model
+from agentkv.model.paged_step import NativeView, PagedStep
 from agentkv.model.sampler import Sampler
 from agentkv.model.weights import choose_weights, convert_weights
 from agentkv_kernels import native
@@ -78,6 +81,39 @@ def test_layers_like_llamas_are_computed_by_two_calls(family: str, level: str | 
     check_model(model, shape, Sampler(), block_size=4, weights="int8")
 
 
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_one_call_for_all_layers_computes_what_each_does(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a layer that is skipped or reads another one's KV, and a stretch never run."""
+
+    def logits(*, is_whole: bool) -> Tensor:
+        model = tiny("llama", num_hidden_layers=4)
+        run = HandForked(model, num_blocks=16)
+        convert_weights(model, "int8", library(level))
+        whole = []
+        native_view = PagedStep.native_view
+
+        def view(step: PagedStep, layers: Sequence[int]) -> NativeView | None:
+            whole.append(tuple(layers))
+            return native_view(step, layers) if is_whole else None
+
+        monkeypatch.setattr(PagedStep, "native_view", view)
+        parent = run.create()
+        heads = list(run.runner.run(run.batch((parent, range(3, 20)), heads=[4, 16])).heads)
+        child = run.fork(parent, 14)
+        step = run.batch((parent, [40]), (child, [50, 51]), heads=range(3))
+        heads += run.runner.run(step).heads
+        monkeypatch.undo()
+        assert whole == [(0, 1, 2, 3)] * 2
+        return torch.stack([head for head in heads if isinstance(head, Tensor)])
+
+    whole, single = logits(is_whole=True), logits(is_whole=False)
+    # Layer by layer, attention is of the level that this processor runs best.
+    is_exact = level == LEVELS[1]
+    torch.testing.assert_close(whole, single, rtol=0, atol=0 if is_exact else 1e-2)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt2"])
 def test_other_layers_keep_their_own_way(family: str) -> None:
     """Catches a norm of queries, or a second pair of norms, that the short way would leave out."""
@@ -85,7 +121,7 @@ def test_other_layers_keep_their_own_way(family: str) -> None:
     describe_model(model)
     products = Int8Products(native.load_native())
     quantise_linears(model, products)
-    assert fuse_layers(model, products) == 0
+    assert fuse_layers(model, products) == []
 
 
 def test_a_layer_that_computes_something_else_is_not_taken() -> None:
@@ -94,7 +130,7 @@ def test_a_layer_that_computes_something_else_is_not_taken() -> None:
     describe_model(model)
     products = Int8Products(native.load_native())
     quantise_linears(model, products)
-    assert fuse_layers(model, products) == 0
+    assert fuse_layers(model, products) == []
 
 
 def test_a_tied_head_is_rounded_once() -> None:

@@ -50,11 +50,11 @@ def test_branches_are_served(weights: Literal["fp32", "auto"]) -> None:
     engine = build_engine(EngineConfig(model=ALIAS, num_blocks=96, weights=weights))
     text = "Rome is the capital of Italy. Berlin is the capital of Germany. Paris is the capital of"
     prompt = engine.tokenizer.encode_prompt(text)
-    context = engine.run(engine.create("tenant", prompt)).answer.context
-    forks = engine.fork("tenant", context.id, count=2)
+    context = engine.run(engine.contexts.create("tenant", prompt)).answer.context
+    forks = engine.contexts.fork("tenant", context.id, count=2)
     for fork in forks:
         params = SamplingParams(max_tokens=8)
-        operation = engine.generate("tenant", fork.id, params)
+        operation = engine.inference.generate("tenant", fork.id, params)
         engine.run(operation)
         (chunk,) = (news for news in operation.take_news() if isinstance(news, Chunk))
         assert chunk.text.startswith(" France.")

@@ -161,7 +161,7 @@ def test_beams_share_what_they_have_in_common() -> None:
             AsyncClient(served.server.address) as client,
         ):
             root = await client.create(token_ids=PROMPT * 10)
-            before = served.core.pool_view().live
+            before = served.core.observer.pool().live
             await beam_search_async(root, num_beams=8, max_tokens=12)
             after = await served.settled(lambda view: view.num_contexts == 1)
             assert after.pool.live == before

@@ -14,13 +14,12 @@ from agentkv.constraint import Constraint, Continued, Tool
 from agentkv.core.batch import TopLogprobs
 from agentkv.core.bill import Bill
 from agentkv.core.block_move import Tier
-from agentkv.core.context_store import ContextPage
 from agentkv.core.lease import DEFAULT_TERMS, Lease, LeaseMode, LeaseReduction, LeaseTerms
 from agentkv.core.pressure import PressureLevel
 from agentkv.core.quotas import QuotaView
 from agentkv.core.request import FinishReason
 from agentkv.core.usage_view import TierView, UsageView
-from agentkv.core.views import ContextView, PoolView, Residency, Usage
+from agentkv.core.views import ContextPage, ContextView, PoolView, Residency, Usage
 from agentkv.core.watch import Change, ChangeKind, PoolChange, Snapshot, WatchUpdate
 from agentkv.engine.conversation import ChatExtension, ChatMessage, Conversation, Ending
 from agentkv.engine.grammar import Grammar

@@ -49,12 +49,13 @@ class HeldRunner:
         self.entered = threading.Event()
         self.failure: Exception | None = None
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, meanwhile: Callable[[], None]) -> StepResult:
+        meanwhile()
         self.entered.set()
         assert self.gate.wait(timeout=WAIT)
         if self.failure is not None:
             raise self.failure
-        return self._runner.run(batch)
+        return self._runner.run(batch, lambda: None)
 
     async def is_entered(self) -> None:
         """Waits until a step has begun since `entered` was cleared."""

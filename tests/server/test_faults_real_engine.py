@@ -69,7 +69,7 @@ async def about_to_cut() -> AsyncIterator[Cut]:
         released = await served.engine.release("default", [root], recursive=True)
         assert released.pool.live == 0
     engine.flush_cache()
-    assert engine.pool_view().free == engine.pool_view().total
+    assert engine.observer.pool().free == engine.observer.pool().total
 
 
 @pytest.mark.parametrize("method", METHODS)

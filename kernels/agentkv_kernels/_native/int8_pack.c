@@ -1,4 +1,4 @@
-/* Rounds weights to 8 bits, into the panels that `int8_panel.h` describes. */
+/* Rounds weights to 8 bits, into the panels that `int8_panel.h` describes, and reads some of them back. */
 #include "int8_panel.h"
 #include "native.h"
 #include "pool.h"
@@ -51,4 +51,20 @@ EXPORT(void, int8_pack)
  int64_t num_threads) {
     const Packing packing = {weights, num_outputs, width, panels, panel_bytes};
     pool_run(pack_panels, &packing, (num_outputs + PANEL - 1) / PANEL, 1, num_threads);
+}
+
+/* out (num_rows, width), float: the weights of some outputs; NaN for an output that is not there. */
+EXPORT(void, int8_rows)
+(const uint8_t *panels, int64_t panel_bytes, int64_t num_outputs, int64_t width, const int64_t *outputs,
+ int64_t num_rows, float *out) {
+    for (int64_t row = 0; row < num_rows; row++, out += width) {
+        const int64_t output = outputs[row], place = output % PANEL;
+        const int is_there = output >= 0 && output < num_outputs;
+        const uint8_t *block = panels + output / PANEL * panel_bytes;
+        for (int64_t i = 0; i < width; i += GROUP, block += BLOCK_BYTES)
+            for (int64_t k = 0; k < GROUP; k++) {
+                const uint8_t *byte = block + 4 * PANEL + k / 4 * (4 * PANEL) + 4 * place + k % 4;
+                out[i + k] = is_there ? ((const float *)block)[place] * (float)(*byte - 128) : __builtin_nanf("");
+            }
+    }
 }

@@ -17,6 +17,7 @@
 #define PANEL 32
 #define GROUP 64
 #define BLOCK_BYTES (PANEL * 4 + PANEL * GROUP)
+#define LINE_BYTES 64 /* what memory hands over at once */
 
 #ifdef __AVX512VNNI__
 #define TILE_ROWS 6 /* 12 sums of integers, 12 of floats, 2 of weights, a row: 27 of 32 registers */
@@ -109,13 +110,29 @@ INLINE void quantise_row(const Rows *rows, int64_t row, const float *values, con
         quantise_group(rows, row, group, values + group * GROUP, factor, weights ? weights + group * GROUP : 0);
 }
 
-/* sums[r][v] = sum over a group of (w + 128) x, for TILE_OUTPUTS outputs. */
+/* Weights to fetch from memory meanwhile: so many lines a group. Products and memory would take turns
+ * otherwise, since a tile of several rows reads weights too slowly for the processor to look ahead. */
+typedef struct {
+    const uint8_t *next;
+    int64_t lines;
+} Ahead;
+
+/* Spreads the fetch of a panel over the work on the one before it. A row alone waits for memory only, and
+ * the processor's own guesses are better then. */
+INLINE Ahead fetch_ahead(const uint8_t *panel, int64_t num_rows) {
+    const int64_t tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS, passes = tiles * (PANEL / TILE_OUTPUTS);
+    return (Ahead){panel, num_rows > 1 ? (BLOCK_BYTES / LINE_BYTES + passes / 2) / passes : 0};
+}
+
+INLINE void fetch_lines(Ahead *ahead) {
+    for (int64_t i = 0; i < ahead->lines; i++, ahead->next += LINE_BYTES) __builtin_prefetch(ahead->next);
+}
+
+/* sums[r][v] += sum over a group of (w + 128) x, for TILE_OUTPUTS outputs. */
 INLINE void dot_group(const int count, const uint8_t *weights, const quantum *values, int64_t stride,
                       vi sums[TILE_ROWS][TILE_VECTORS]) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    for (int r = 0; r < count; r++)
-        for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] = viset(0);
-#pragma GCC unroll 4
+#pragma GCC unroll 16 /* whole: a loop would copy every sum twice a round */
     for (int k = 0; k < GROUP; k += 4) {
         const uint8_t *line = weights + k * PANEL;
 #pragma GCC unroll 8
@@ -151,13 +168,15 @@ INLINE void dot_group(const int count, const uint8_t *weights, const quantum *va
             high[r] = viadd(high[r], _mm256_madd_epi16(w_high, same));
         }
     }
-    for (int r = 0; r < count; r++)
-        sums[r][0] = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[r], high[r]), 0xd8);
+    for (int r = 0; r < count; r++) {
+        const vi whole = _mm256_permute4x64_epi64(_mm256_hadd_epi32(low[r], high[r]), 0xd8);
+        sums[r][0] = viadd(sums[r][0], whole);
+    }
 #endif
 }
 
 /* One tile of a panel: `count` rows from `row` on, TILE_OUTPUTS outputs from `first` on, into `out`. */
-INLINE void tile(const int count, const uint8_t *panel, const Rows *rows, int64_t row, int first,
+INLINE void tile(const int count, const uint8_t *panel, Ahead *ahead, const Rows *rows, int64_t row, int first,
                  float out[TILE_ROWS][PANEL]) {
     const int64_t groups = rows->num_groups, stride = groups * GROUP;
     vf floats[TILE_ROWS][TILE_VECTORS];
@@ -167,6 +186,11 @@ INLINE void tile(const int count, const uint8_t *panel, const Rows *rows, int64_
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *block = panel + g * BLOCK_BYTES;
         const float *factors = (const float *)block + first;
+        fetch_lines(ahead);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] = viset(rows->shifts[(row + r) * groups + g]);
         dot_group(count, block + 4 * PANEL + 4 * first, rows->values + row * stride + g * GROUP, stride, sums);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) {
@@ -174,8 +198,7 @@ INLINE void tile(const int count, const uint8_t *panel, const Rows *rows, int64_
             const vf factor = vset(rows->factors[place]);
 #pragma GCC unroll 2
             for (int v = 0; v < TILE_VECTORS; v++) {
-                const vf exact = vfloat(viadd(sums[r][v], viset(rows->shifts[place])));
-                floats[r][v] = vfma(exact, vmul(factor, vload(factors + v * LANES)), floats[r][v]);
+                floats[r][v] = vfma(vfloat(sums[r][v]), vmul(factor, vload(factors + v * LANES)), floats[r][v]);
             }
         }
     }
@@ -184,19 +207,19 @@ INLINE void tile(const int count, const uint8_t *panel, const Rows *rows, int64_
 }
 
 /* Multiplies up to TILE_ROWS rows with one panel: out[r][PANEL]. */
-INLINE void multiply_panel(int count, const uint8_t *panel, const Rows *rows, int64_t row,
+INLINE void multiply_panel(int count, const uint8_t *panel, Ahead *ahead, const Rows *rows, int64_t row,
                            float out[TILE_ROWS][PANEL]) {
     for (int first = 0; first < PANEL; first += TILE_OUTPUTS) {
         switch (count) {
-        case 1: tile(1, panel, rows, row, first, out); break;
-        case 2: tile(2, panel, rows, row, first, out); break;
-        case 3: tile(3, panel, rows, row, first, out); break;
+        case 1: tile(1, panel, ahead, rows, row, first, out); break;
+        case 2: tile(2, panel, ahead, rows, row, first, out); break;
+        case 3: tile(3, panel, ahead, rows, row, first, out); break;
 #if TILE_ROWS > 3
-        case 4: tile(4, panel, rows, row, first, out); break;
+        case 4: tile(4, panel, ahead, rows, row, first, out); break;
 #endif
 #if TILE_ROWS > 4
-        case 5: tile(5, panel, rows, row, first, out); break;
-        case 6: tile(6, panel, rows, row, first, out); break;
+        case 5: tile(5, panel, ahead, rows, row, first, out); break;
+        case 6: tile(6, panel, ahead, rows, row, first, out); break;
 #endif
         }
     }
