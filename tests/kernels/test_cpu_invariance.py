@@ -144,8 +144,8 @@ class Pool(NamedTuple):
                 block, offset = divmod(position, BLOCK)
                 source = ids[block - start // BLOCK]
                 kv[:, block, offset] = self.kv[:, source, offset]
-                for side, scales in enumerate(self.scales or ()):
-                    factors[side, block, offset] = scales[source, offset]
+                for side, known in enumerate(self.scales or ()):
+                    factors[side, block, offset] = known[source, offset]
         scales = KVScales(factors[0], factors[1]) if self.scales else None
         return self._replace(kv=kv, scales=scales)
 
