@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum { MIN_SPLIT = 512 }; /* tokens; below, a merge costs more than an idle thread */
-enum { TASKS_PER_THREAD = 4 };
+enum { TASKS_PER_THREAD = 8 };
 
 /* Tokens of a path that were read by nobody, since they fill no tile: pieces of them. */
 typedef struct {
