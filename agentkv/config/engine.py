@@ -70,7 +70,7 @@ class EngineConfig:
     """LoRA adapters beside the model's weights, of different names."""
     batch_invariant: bool = False
     """Whether a branch's logits do not depend on what runs beside it, to the bit; on a GPU only,
-    and slower: every step is padded to the token budget."""
+    and slower: every step is padded to the token budget. Native 8-bit weights need no such mode."""
     max_length: int | None = None
     """Most committed tokens of one context; None takes the model's own limit."""
     num_threads: int | None = None
@@ -174,7 +174,7 @@ class EngineConfig:
         )
         require(
             not self.batch_invariant,
-            "batch_invariant needs the device cuda: on a CPU the order of sums depends on who "
-            "shares a prefix and on how many rows are multiplied, so that branches are equal to "
+            "batch_invariant needs the device cuda: on a CPU native 8-bit weights give the same "
+            "bits in any company without it, and with other weights branches are equal to "
             "rounding, not to the bit.",
         )

@@ -206,6 +206,7 @@ class NativeCalls:
             window=modifiers.window or 0,
             max_queries=max(group, _NUMBERS_OF_QUERIES // max(head_dim, v_head_dim)),
             group=group,
+            num_kv_heads=num_kv_heads,
             num_threads=num_threads,
         )
         if options not in self._schedules:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from agentkv_kernels.native import NativeLibrary
 from agentkv_kernels.plan import AttentionPlan
 
-_PLAN = struct.Struct("=7q8Q")
+_PLAN = struct.Struct("=8q8Q")
 """Plan's fields of `attention.h`."""
 
 
@@ -28,6 +28,7 @@ class ScheduleOptions(NamedTuple):
     """Query vectors of one KV head that read together; at least `group`."""
     group: int
     """Query heads of a KV head."""
+    num_kv_heads: int
     num_threads: int
 
 
@@ -70,7 +71,6 @@ class NativeSchedule:
             self._num_known = num_known
             self._block_at = _begins(num_known)
             self._blocks = _joined(plan.blocks)
-        window, max_queries, group, num_threads = self._options
         arrays = (
             *(lengths, starts, ends, self._block_at, self._row_at, self._row_counts),
             *(self._blocks, self._rows),
@@ -79,10 +79,7 @@ class NativeSchedule:
             plan.num_rows,
             plan.num_runs,
             plan.block_size,
-            window,
-            max_queries,
-            group,
-            num_threads,
+            *self._options,
             *[array.__array_interface__["data"][0] for array in arrays],
         )
         highest = ctypes.c_int64()

@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { TILE = 64 };         /* tokens whose keys and values are held at once */
-enum { NUMBERS = 12 << 10 }; /* of the queries of one task: 48 KB, half of what a core's L2 has */
+enum { TILE = 64 };          /* tokens whose keys and values are held at once */
+enum { SMALLEST_SPAN = 512 }; /* tokens: eight tiles */
 enum { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     int64_t window;           /* 0: none */
     int64_t max_queries;      /* query vectors of one KV head in a task, at least `group` */
     int64_t group;            /* query heads of a KV head */
-    int64_t num_threads;
+    int64_t num_kv_heads, num_threads;
     const int32_t *kv_lens;   /* (num_rows,) */
     const int64_t *starts, *ends, *block_at; /* (num_runs,); block_at: into blocks */
     const int64_t *row_at, *row_counts;      /* (num_runs,); row_at: into rows */
@@ -26,22 +26,34 @@ typedef struct {
 /* A row of a task: it sees [begin, end) of the task's positions. */
 typedef struct {
     int32_t row, begin, end;
-    int32_t partial; /* where its result goes; -1: it is the row's only one, and goes to `out` */
+    int32_t place;   /* of its first partial result; -1: it is the row's only reader, and says `out` */
+    int32_t resumes; /* goes on with the partial result that is at `place` already */
 } Reader;
 
-/* Positions [begin, end) of one run, read by some rows together. */
+/* Where positions [begin, end) lie: in `blocks`, from the block of `begin` on. */
 typedef struct {
-    int64_t first_reader;
-    const int32_t *blocks; /* from the block of `begin` on */
-    int32_t num_readers, begin, end;
+    int32_t begin, end;
+    const int32_t *blocks;
+} Piece;
+
+/* Positions [begin, end) of one path, read by some rows together. */
+typedef struct {
+    int64_t first_reader, first_piece;
+    int32_t num_readers, num_pieces, begin, end;
+    int32_t is_first; /* of each of its rows: spans are added up where they are computed */
+    int32_t phase;    /* tasks of a phase need results of earlier phases alone */
 } Task;
 
 typedef struct {
-    Task *tasks;
+    Task *tasks; /* by phases */
     Reader *readers;
-    int64_t num_tasks, num_readers, task_room, reader_room;
+    Piece *pieces;
+    int64_t *phase_at; /* (num_phases + 1,): into tasks */
+    int64_t num_tasks, num_readers, num_pieces, num_phases;
+    int64_t task_room, reader_room, piece_room, phase_room;
     int32_t *partial_at; /* (num_rows + 1,): a row's partial results are consecutive */
-    int64_t num_rows, row_room, block_size, num_partials;
+    int32_t *direct;     /* (num_rows,): whether its only reader says `out` */
+    int64_t num_rows, row_room, direct_room, block_size, num_partials;
     int64_t highest_block; /* -1: nothing is read */
     int64_t work;          /* query vectors times tokens, of one KV head */
     float *scratch;
@@ -65,5 +77,20 @@ typedef struct {
     int64_t query_type, cache_type, num_threads;
     double scale, softcap;  /* softcap 0: none */
 } Layer;
+
+/* Where the span that holds a position begins. Spans are 512 tokens long, and an eighth of the power
+ * of two below them from 4,096 on: a row has few of them however much it sees. */
+static inline int32_t span_of(int32_t position) {
+    int32_t length = SMALLEST_SPAN;
+    while (position / length >= 16) length *= 2;
+    return position / length * length;
+}
+
+/* Where that span ends. */
+static inline int32_t span_end(int32_t position) {
+    int32_t length = SMALLEST_SPAN;
+    while (position / length >= 16) length *= 2;
+    return position / length * length + length;
+}
 
 #endif

@@ -69,11 +69,17 @@ static void store_rows(const Layer *x, const void *from, int64_t row_stride, int
     }
 }
 
-/* Where a tile's keys or values lie: TILE addresses, in the pool or in `room`. */
+/* Where the tokens of a tile lie, for one head. */
 typedef struct {
-    const float **rows;
-    float *room; /* (TILE, padded) */
-    int64_t padded; /* the head_dim, filled up to whole vectors */
+    const char *keys[TILE], *values[TILE];
+    int64_t factors[TILE]; /* of INT8 caches: into their scales */
+} Places;
+
+/* A tile's keys or values as float32: addresses in the pool, or in `room`. */
+typedef struct {
+    const float **rows; /* (TILE,) */
+    float *room;        /* (TILE, padded) */
+    int64_t padded;     /* the head_dim, filled up to whole vectors */
 } TileRows;
 
 /* One head of one token as float32, filled up with zeros. */
@@ -93,35 +99,61 @@ INLINE void read_token(float *to, const char *from, int64_t count, int64_t padde
     for (; d < padded; d++) to[d] = 0.0f;
 }
 
-/* Finds tokens [begin, begin + count) of a task for one head. */
-static void find_tile(const Layer *x, const Task *task, int64_t begin, int64_t count, int64_t head,
-                      const char *cache, const float *scales, const int64_t strides[3],
-                      int64_t dim, TileRows to) {
-    const int64_t size = x->schedule->block_size, type = x->cache_type, item = ITEM_BYTES[type];
-    const int64_t first = task->begin / size;
-    const int in_place = type == FLOAT32 && to.padded == dim;
+/* Finds tokens [begin, begin + count) of a task. */
+static void find_tokens(const Layer *x, const Task *task, int64_t begin, int64_t count, int64_t head,
+                        Places *to) {
+    const int64_t size = x->schedule->block_size, item = ITEM_BYTES[x->cache_type];
+    const Piece *piece = x->schedule->pieces + task->first_piece;
     for (int64_t i = 0; i < count;) {
-        const int64_t offset = (begin + i) % size;
-        const int64_t block = task->blocks[(begin + i) / size - first];
-        const int64_t most = size - offset < count - i ? size - offset : count - i;
-        const char *at = cache + (block * strides[0] + offset * strides[1] + head * strides[2]) * item;
-        if (in_place)
-            for (int64_t j = 0; j < most; j++)
-                to.rows[i + j] = (const float *)(at + j * strides[1] * item);
-        else
-            for (int64_t j = 0; j < most; j++) {
-                float *row = to.room + (i + j) * to.padded;
-                const int64_t scale = block * x->scale_block + (offset + j) * x->scale_slot +
-                                      head * x->scale_head;
-                const char *token = at + j * strides[1] * item;
-                /* The types by name: each call is compiled for its own. */
-                if (type == INT8) read_token(row, token, dim, to.padded, INT8, scales[scale]);
-                else if (type == BFLOAT16) read_token(row, token, dim, to.padded, BFLOAT16, 1.0f);
-                else read_token(row, token, dim, to.padded, FLOAT32, 1.0f);
-                to.rows[i + j] = row;
-            }
-        i += most;
+        const int64_t position = begin + i, offset = position % size;
+        while (piece->end <= position) piece++;
+        const int64_t block = piece->blocks[position / size - piece->begin / size];
+        int64_t last = position - offset + size;
+        if (last > piece->end) last = piece->end;
+        if (last > begin + count) last = begin + count;
+        const char *key =
+            x->k_cache + (block * x->k_block + offset * x->k_slot + head * x->k_head) * item;
+        const char *value =
+            x->v_cache + (block * x->v_block + offset * x->v_slot + head * x->v_head) * item;
+        int64_t factor = block * x->scale_block + offset * x->scale_slot + head * x->scale_head;
+        for (; i < last - begin; i++) {
+            to->keys[i] = key, to->values[i] = value, to->factors[i] = factor;
+            key += x->k_slot * item, value += x->v_slot * item, factor += x->scale_slot;
+        }
     }
+}
+
+/* Reads `count` tokens, as rows from `first` on. */
+static void read_tile(const Layer *x, const char *const *tokens, const int64_t *factors,
+                      const float *scales, int64_t count, int64_t dim, TileRows to, int64_t first) {
+    to.rows += first;
+    if (x->cache_type == FLOAT32 && to.padded == dim) {
+        for (int64_t t = 0; t < count; t++) to.rows[t] = (const float *)tokens[t];
+        return;
+    }
+    for (int64_t t = 0; t < count; t++) {
+        float *row = to.room + t * to.padded;
+        /* The types by name: each call is compiled for its own. */
+        if (x->cache_type == INT8)
+            read_token(row, tokens[t], dim, to.padded, INT8, scales[factors[t]]);
+        else if (x->cache_type == BFLOAT16)
+            read_token(row, tokens[t], dim, to.padded, BFLOAT16, 1.0f);
+        else read_token(row, tokens[t], dim, to.padded, FLOAT32, 1.0f);
+        to.rows[t] = row;
+    }
+}
+
+/* Tokens that are read next: they are fetched from memory while others are computed with. */
+typedef struct {
+    const char *const *tokens;
+    int64_t count, bytes;
+} Ahead;
+
+/* Fetches tokens [first, last) of those ahead. */
+INLINE void fetch_ahead(Ahead ahead, int64_t first, int64_t last) {
+    if (last > ahead.count) last = ahead.count;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t at = 0; at < ahead.bytes; at += 64) __builtin_prefetch(ahead.tokens[t] + at, 0, 2);
 }
 
 #endif

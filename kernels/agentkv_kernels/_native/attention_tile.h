@@ -12,7 +12,7 @@
 #include <math.h>
 
 enum { BLOCK = 6 }; /* query vectors in registers at once: 6 x COLUMNS sums leave room for the rest */
-enum { FEW = 4 };   /* up to so many, dot products beat a product with transposed keys */
+enum { PARTS = 16 }; /* sums of which a tile's sum of weights is made */
 
 /* Rows of a matrix: evenly spaced from `first`, or wherever `each` says. */
 typedef struct {
@@ -47,7 +47,7 @@ INLINE void product_tile(const int num_rows, const int num_columns, float *c, in
         for (int r = 0; r < num_rows; r++) {
             const vec weight = all(a[r * a_stride + k]);
 #pragma GCC unroll 4
-            for (int v = 0; v < num_columns; v++) sums[r][v] += weight * row[v];
+            for (int v = 0; v < num_columns; v++) sums[r][v] = fused(weight, row[v], sums[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -103,60 +103,55 @@ static void add_values(int num_rows, int64_t width, float *sums, const float *fa
 #undef CALL
 }
 
-/* WIDTH scores of each query vector, by dot products; `vectors` makes up the depth. */
-INLINE void score_group(int num_rows, const int vectors, float *scores, const float *query,
-                        const float *const *keys) {
-    for (int r = 0; r < num_rows; r++) {
-        const float *q = query + r * vectors * WIDTH;
-        vec sums[WIDTH];
-#pragma GCC unroll 16
-        for (int t = 0; t < WIDTH; t++) {
-            sums[t] = load(keys[t]) * load(q);
-#pragma GCC unroll 8
-            for (int v = 1; v < vectors; v++)
-                sums[t] += load(keys[t] + v * WIDTH) * load(q + v * WIDTH);
-        }
-        store(scores + r * TILE, sums_of_rows(sums));
-    }
+/* By what a sum up to now shrinks when the largest score moves from `before` to `most`. */
+INLINE vec shrinking(vec before, vec most) {
+    return chosen(equal(before, most), all(1.0f), power_of_two(before - most));
 }
 
-/* scores (num_rows, TILE) = query (num_rows, depth) x keys, which lie where they were stored. */
-static void scores_of_few(int num_rows, int64_t num_vectors, float *scores, const float *query,
-                          int64_t depth, const float *const *keys) {
-    for (int64_t v = 0; v < num_vectors; v++) {
-        const float *const *group = keys + v * WIDTH;
-        float *to = scores + v * WIDTH;
-        if (depth == 64) score_group(num_rows, 64 / WIDTH, to, query, group);
-        else if (depth == 128) score_group(num_rows, 128 / WIDTH, to, query, group);
-        else score_group(num_rows, (int)(depth / WIDTH), to, query, group);
-    }
+/* Adds what was summed up over later tokens to what was over earlier ones: one query, `width` sums.
+ * The same, in the same order, as `attention_lanes.h` does. */
+static void add_state(float *largest, float *denominator, float *sums, float other_largest,
+                      float other_denominator, const float *other, int64_t width) {
+    const vec before = all(*largest), after = all(other_largest), most = larger(before, after);
+    const vec factor = shrinking(before, most), other_factor = shrinking(after, most);
+    *largest = most[0];
+    *denominator = fused(all(other_denominator), other_factor, all(*denominator) * factor)[0];
+    for (int64_t d = 0; d < width; d += WIDTH)
+        store(sums + d, fused(load(other + d), other_factor, load(sums + d) * factor));
 }
 
 /* Turns scores [begin, end) of one query vector into weights; the largest score and the
- * denominator move on. Returns the factor by which what was summed up before must shrink. */
-static float softmax_row(float *scores, int64_t num_vectors, float softcap, float *largest,
+ * denominator move on. Returns the factor by which what was summed up before must shrink.
+ *
+ * Weights are added up as PARTS sums, one for the tokens with the same remainder, then in pairs. */
+static float softmax_row(float *scores, int64_t begin, int64_t end, float softcap, float *largest,
                          float *denominator) {
-    vec found = all(-INFINITY), sum = all(0.0f);
-    if (softcap > 0)
-        for (int64_t v = 0; v < num_vectors; v++) {
-            vec x = load(scores + v * WIDTH);
-            /* What is masked keeps its -inf. */
-            vec bounded = tanh_of(x) * softcap;
-            int_vec masked = x == all(-INFINITY);
-            store(scores + v * WIDTH, (vec)(((int_vec)bounded & ~masked) | ((int_vec)x & masked)));
-        }
-    for (int64_t v = 0; v < num_vectors; v++) found = larger(found, load(scores + v * WIDTH));
-    float before = *largest, most = largest_of(found);
-    if (!(most > before)) most = before;
+    const int64_t num_vectors = (end + WIDTH - 1) / WIDTH;
+    const int_vec from = all_of_int((int32_t)begin), to = all_of_int((int32_t)end);
+    vec found = all(-INFINITY), sums[PARTS / WIDTH];
     for (int64_t v = 0; v < num_vectors; v++) {
+        vec x = load(scores + v * WIDTH);
+        if (softcap > 0) x = tanh_of(x) * softcap;
+        const int_vec at = counted() + (int32_t)(v * WIDTH);
+        x = chosen(between(at, from, to), x, all(-INFINITY));
+        store(scores + v * WIDTH, x);
+        found = larger(found, x);
+    }
+    const vec before = all(*largest), most = larger(all(largest_of(found)), before);
+    for (int v = 0; v < PARTS / WIDTH; v++) sums[v] = all(0.0f);
+    for (int64_t v = 0; v < num_vectors; v++) {
+        const int_vec at = counted() + (int32_t)(v * WIDTH);
         vec weight = power_of_two(load(scores + v * WIDTH) - most);
-        sum += weight;
+        weight = chosen(between(at, from, to), weight, all(0.0f));
+        sums[v % (PARTS / WIDTH)] += weight;
         store(scores + v * WIDTH, weight);
     }
-    float factor = before == most ? 1.0f : exp2f(before - most);
-    *largest = most;
-    *denominator = *denominator * factor + sum_of(sum);
-    return factor;
+    float sum = sum_of(sums[0]);
+    for (int v = 1; v < PARTS / WIDTH; v++) sum += sum_of(sums[v]);
+    const vec factor = shrinking(before, most);
+    *largest = most[0];
+    *denominator = fused(all(*denominator), factor, all(sum))[0];
+    return factor[0];
 }
 
 /* Writes the tile's keys as columns: keys (TILE,) rows of `depth` become (depth, TILE). */

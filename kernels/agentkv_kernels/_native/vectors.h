@@ -12,6 +12,7 @@
 
 #ifdef __AVX512F__
 enum { WIDTH = 16, COLUMNS = 4 }; /* COLUMNS: vectors side by side in a register tile */
+enum { LANE_TOKENS = 16, LANE_DIMS = 16, LANE_VECTORS = 3 };
 #define SHUFFLE __builtin_shufflevector
 #define EVEN(a, b) \
     SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
@@ -21,6 +22,7 @@ enum { WIDTH = 16, COLUMNS = 4 }; /* COLUMNS: vectors side by side in a register
 #define HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #else
 enum { WIDTH = 8, COLUMNS = 2 };
+enum { LANE_TOKENS = 8, LANE_DIMS = 8, LANE_VECTORS = 3 };
 #define SHUFFLE __builtin_shufflevector
 #define EVEN(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
 #define ODD(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
@@ -35,6 +37,60 @@ typedef int32_t int_vec __attribute__((vector_size(4 * WIDTH), may_alias));
 INLINE vec load(const float *from) { return *(const loose_vec *)from; }
 INLINE void store(float *to, vec x) { *(loose_vec *)to = x; }
 INLINE vec all(float x) { return x - (vec){0}; }
+
+/* a * b + c, rounded once: what the compiler makes of the three apart is up to it. */
+INLINE vec fused(vec a, vec b, vec c) {
+#ifdef __AVX512F__
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
+/* A yes or no for each lane. */
+#ifdef __AVX512F__
+typedef __mmask16 lane_mask;
+#else
+typedef int_vec lane_mask;
+#endif
+
+/* Of each pair a where the mask says yes, else b. */
+INLINE vec chosen(lane_mask mask, vec a, vec b) {
+#ifdef __AVX512F__
+    return (vec)_mm512_mask_blend_ps(mask, (__m512)b, (__m512)a);
+#else
+    return (vec)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+#endif
+}
+
+/* Where begin <= x < end. */
+INLINE lane_mask between(int_vec x, int_vec begin, int_vec end) {
+#ifdef __AVX512F__
+    return _mm512_mask_cmplt_epi32_mask(_mm512_cmpge_epi32_mask((__m512i)x, (__m512i)begin),
+                                        (__m512i)x, (__m512i)end);
+#else
+    return (x >= begin) & (x < end);
+#endif
+}
+
+INLINE lane_mask equal(vec a, vec b) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ);
+#else
+    return a == b;
+#endif
+}
+
+INLINE int_vec all_of_int(int32_t x) { return x - (int_vec){0}; }
+
+/* 0, 1, 2, ... */
+INLINE int_vec counted(void) {
+#ifdef __AVX512F__
+    return (int_vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+    return (int_vec){0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+}
 
 /* The larger one of each pair; b where one of them is NaN. */
 INLINE vec larger(vec a, vec b) {
@@ -99,13 +155,13 @@ INLINE vec power_of_two(vec x) {
     vec rounded = x + shift;
     vec f = x - (rounded - shift);
     vec sum = all(1.5252734e-5f);
-    sum = sum * f + 1.5403530e-4f;
-    sum = sum * f + 1.3333558e-3f;
-    sum = sum * f + 9.6181291e-3f;
-    sum = sum * f + 5.5504109e-2f;
-    sum = sum * f + 2.4022651e-1f;
-    sum = sum * f + 6.9314718e-1f;
-    sum = sum * f + 1.0f;
+    sum = fused(sum, f, all(1.5403530e-4f));
+    sum = fused(sum, f, all(1.3333558e-3f));
+    sum = fused(sum, f, all(9.6181291e-3f));
+    sum = fused(sum, f, all(5.5504109e-2f));
+    sum = fused(sum, f, all(2.4022651e-1f));
+    sum = fused(sum, f, all(6.9314718e-1f));
+    sum = fused(sum, f, all(1.0f));
     /* n stands in the low bits of `rounded`; added to the exponent it multiplies by 2^n. */
     return (vec)((int_vec)sum + ((int_vec)rounded << 23));
 }
