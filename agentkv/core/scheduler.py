@@ -103,13 +103,15 @@ class Scheduler:
         Raises:
             PoolExhausted: One could not run even with the pool to itself, or too many wait.
         """
-        num_waiting = len(self.queues.waiting)
-        if num_waiting + len(requests) > self._config.max_waiting:
+        num_waiting, most = len(self.queues.waiting), self._config.max_waiting
+        if num_waiting + len(requests) > most:
+            could_fit = len(requests) <= most
             raise PoolExhausted(
-                f"{num_waiting} requests wait already; try again later.",
+                f"{num_waiting} requests wait already, at most {most} may, and this call makes "
+                f"{len(requests)}. {'Try again later.' if could_fit else 'Ask for fewer at once.'}",
                 reason=Reason.QUEUE_FULL,
-                metadata={"waiting": num_waiting},
-                retry_after=1.0,
+                metadata={"waiting": num_waiting, "need": len(requests), "limit": most},
+                retry_after=1.0 if could_fit else None,
             )
         for request in requests:
             self._admission.require_possible(request)

@@ -122,7 +122,8 @@ def test_queue_is_bounded() -> None:
     with pytest.raises(PoolExhausted) as refusal:
         setup.create([2])
     assert refusal.value.reason is Reason.QUEUE_FULL
-    assert refusal.value.metadata == {"waiting": "1"}
+    assert refusal.value.metadata == {"waiting": "1", "need": "1", "limit": "1"}
+    assert refusal.value.retry_after is not None
 
 
 def test_finish_of_a_waiting_and_of_a_running_request() -> None:

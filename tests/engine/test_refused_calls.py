@@ -105,16 +105,3 @@ def test_a_refused_pin_leaves_a_parked_context_parked() -> None:
     view = bench.view(context)
     assert (view.lease.mode, view.residency) == (LeaseMode.PARK, Residency.HOST)
     bench.end()
-
-
-def test_many_requests_are_queued_together_or_not() -> None:
-    """Catches a queue that takes the first of a call's requests and refuses the others."""
-    bench = Bench(max_waiting=3)
-    context = bench.create(PROMPT)
-    score = [[1], [2], [3], [4]]
-    error = refused(
-        bench, context, lambda bench, id: bench.engine.inference.score(TENANT, id, score)
-    )
-    assert (error.reason, error.metadata["waiting"]) == (Reason.QUEUE_FULL, "0")
-    assert len(bench.score(context, score[:3]).scores) == 3
-    bench.end()
