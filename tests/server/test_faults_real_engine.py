@@ -298,7 +298,7 @@ def test_what_the_server_has_no_room_for_is_refused_with_numbers() -> None:
             error = await failure_of(served.stub.Score(score))
             assert isinstance(error, errors.PoolExhausted)
             assert error.reason is Reason.QUEUE_FULL
-            assert error.retry_after is not None
+            assert error.retry_after is None, "three never fit"
             assert (await served.engine.view()).num_contexts == 2
             await served.stub.Release(pb.ReleaseRequest(context_ids=[long.context.id]))
         small = tiny_engine(num_blocks=16)
