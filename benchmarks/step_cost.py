@@ -25,6 +25,7 @@ from agentkv.model.model_runner import ModelRunner
 from agentkv.model.model_shape import describe_model
 from agentkv.model.sampler import Sampler
 from agentkv.sampling_params import SamplingParams
+from agentkv_kernels.native import load_native
 from benchmarks.report import Report, Result, Target, parser_for
 
 MODEL = "smollm2"
@@ -195,7 +196,7 @@ def _runner(grid: Grid, kv_dtype: torch.dtype | None) -> ModelRunner:
         dtype=kv_dtype,
     )
     kv.poison(0.0)
-    return ModelRunner(model, kv, Sampler())
+    return ModelRunner(model, kv, Sampler(load_native()))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_engines_run_the_same_job_and_decode_the_same_numbers(tmp_path: Path) ->
     load = Load(str(tmp_path), str(tmp_path), 1, 256, 4 << 20)
     engines = [EngineProcess(contestant, tmp_path, load) for contestant in HERE]
     try:
-        measured = interleave([Workload("tree", "tree", tree_job)], engines, 2, patience=600)
+        *_, measured = interleave([Workload("tree", "tree", tree_job)], engines, 2, patience=600)
     finally:
         for engine in engines:
             engine.close()
@@ -66,6 +66,24 @@ def test_engines_run_the_same_job_and_decode_the_same_numbers(tmp_path: Path) ->
         if result.metric == "recomputed"
     }
     assert recomputed == {"agentkv": 0, "agentkv-grpc": 0}
+
+
+@pytest.mark.slow
+def test_an_engine_that_takes_too_long_is_begun_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a comparison that one slow engine holds up, or whose next answer is a late one."""
+    build_tiny_model("llama", vocab_size=TEXT_VOCAB_SIZE).save_pretrained(tmp_path)
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    load = Load(str(tmp_path), str(tmp_path), 1, 256, 4 << 20)
+    with EngineProcess(HERE[0], tmp_path, load, limit=0.0) as engine:
+        first = engine.facts
+        workloads = [Workload(name, "tree", tree_job) for name in ("one", "as large")]
+        assert list(interleave(workloads, [engine], 2, patience=600)) == [[]] * 4
+        assert "as large" not in capsys.readouterr().out
+        with pytest.raises(NotAvailable, match="longer than 0 s"):
+            engine.run(tree_job(0))
+        assert engine.facts == first
 
 
 def test_an_environment_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -113,7 +131,7 @@ def test_least_rows_leave_out_only_tokens_that_nothing_follows() -> None:
 
 
 def test_a_search_becomes_a_wave_a_step() -> None:
-    """Catches candidates that hang under the wrong parent, decode the wrong length, or lie apart."""
+    """Catches candidates under the wrong parent, of the wrong length, or that lie apart."""
     steps = [
         {"x": "1 2", "ys": [""], "new_ys": ["ab\n", "cde\n", "ab\n"]},
         {"x": "1 2", "ys": ["ab\n", "cde\n"], "new_ys": ["cde\nf\n", "ab\ngh\n"]},

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from agentkv.errors import UnsupportedModelError
+from agentkv.model.angle_table import AngleTable
 from agentkv.model.attention import AttentionStep, LayerCall
 from agentkv.model.fused_layer import FusedLayer, agree
 from agentkv.model.int8_linear import Int8Linear
 from agentkv.model.layer_parts import norm_of
-from agentkv_kernels.int8_layers import Angles
 from agentkv_kernels.int8_weights import Norm
 
 _MODEL, _DECODER = {"model", "lm_head"}, {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -35,7 +35,7 @@ class FusedModel(NamedTuple):
     """The parts of a model whose layers are all taken over."""
 
     embedding: nn.Module
-    rotary: nn.Module
+    angles: AngleTable
     layers: tuple[FusedLayer, ...]
     norm: Norm
     head: Int8Linear
@@ -52,7 +52,7 @@ class FusedModel(NamedTuple):
             step: Attends.
         """
         hidden: Tensor = self.embedding(token_ids)
-        angles = Angles(*self.rotary(hidden, position_ids=positions))
+        angles = self.angles.at(hidden, positions)
         done = 0
         while done < len(self.layers):  # the first call may compute what others would
             hidden, count = self.layers[done].advance(hidden, angles, step)
@@ -106,7 +106,8 @@ def _parts_of(model: Any, fused: Sequence[FusedLayer]) -> FusedModel | None:
         return None
     if [layer.module for layer in fused] != list(decoder.layers):
         return None
-    return FusedModel(decoder.embed_tokens, decoder.rotary_emb, tuple(fused), norm, head)
+    table = AngleTable(decoder.rotary_emb)
+    return FusedModel(decoder.embed_tokens, table, tuple(fused), norm, head)
 
 
 class _Answers:

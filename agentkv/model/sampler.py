@@ -8,6 +8,7 @@ are in the batch. On a CPU native kernels choose (`agentkv_kernels.drawing`), el
            -> log-probabilities, of the logits as they came (logprobs)
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,10 +25,8 @@ from agentkv.sampling_params import SamplingParams
 from agentkv_kernels.drawing import Choice, Chosen, Drawing
 from agentkv_kernels.native import NativeLibrary
 
-_FAILED = -1
+_NO_TOKEN = -1
 """Stands for the token of a row that failed."""
-_STUCK = -2
-"""The same where no token may be chosen."""
 
 
 class Sampler:
@@ -57,9 +56,7 @@ class Sampler:
             scores = raw.clone(memory_format=torch.contiguous_format)
             edit_logits(scores, samples, drawing)
         chosen = choose(scores, samples) if drawing is None else _by(drawing, scores, samples)
-        answers = chosen.tokens.masked_fill(~chosen.greatest.isfinite(), _FAILED)
-        answers.masked_fill_(chosen.greatest == -torch.inf, _STUCK)
-        return _answers(answers, _reports(raw, chosen.tokens, samples, drawing))
+        return _answers(chosen, _reports(raw, chosen.tokens, samples, drawing))
 
     def token_logprobs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
         """Computes the natural logarithm of one given token's probability for each row.
@@ -135,6 +132,8 @@ def _greatest(scores: Tensor) -> Tensor:
 
 def _numbers(samples: Sequence[Sample]) -> list[float]:
     """Draws a random number for each row."""
+    if not samples:
+        return []
     draws = [Draw(sample.stream, sample.position) for sample in samples]
     listed: list[float] = uniforms(draws).tolist()
     return listed
@@ -172,19 +171,18 @@ def _reports(
     return _Reports(rows, chosen, dict(zip(named, found, strict=True)))
 
 
-def _answers(tokens: Tensor, reports: _Reports | None) -> list[Sampled]:
+def _answers(chosen: Chosen, reports: _Reports | None) -> list[Sampled]:
     """Fetches what was chosen, in one transfer, and puts it together."""
-    if reports is None:
-        listed, values, tops = tokens.tolist(), {}, {}
-    else:
-        # Any token is exact in float64, so all fit one tensor.
-        fetched = torch.cat((tokens.double(), reports.chosen.double())).tolist()
-        listed = [int(token) for token in fetched[: len(tokens)]]
-        values = dict(zip(reports.rows, fetched[len(tokens) :], strict=True))
-        tops = reports.top
+    num_rows = len(chosen.tokens)
+    parts = [chosen.tokens, chosen.greatest] + ([] if reports is None else [reports.chosen])
+    fetched = torch.cat([part.double() for part in parts]).tolist()  # where any token is exact
+    rows, tops = ([], {}) if reports is None else (reports.rows, reports.top)
+    values = dict(zip(rows, fetched[2 * num_rows :], strict=True))
     return [
-        Sampled(_FAILED, None, failed=True, is_stuck=token == _STUCK)
-        if token in (_FAILED, _STUCK)
-        else Sampled(token, values.get(row), top=tops.get(row))
-        for row, token in enumerate(listed)
+        Sampled(int(token), values.get(row), top=tops.get(row))
+        if math.isfinite(greatest)
+        else Sampled(_NO_TOKEN, None, failed=True, is_stuck=greatest == -math.inf)
+        for row, (token, greatest) in enumerate(
+            zip(fetched[:num_rows], fetched[num_rows : 2 * num_rows], strict=True)
+        )
     ]

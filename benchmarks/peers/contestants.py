@@ -1,7 +1,10 @@
 """The engines as processes: one each, in an environment of its own, spoken to over pipes."""
 
+import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -48,13 +51,32 @@ CONTESTANTS = (
 class EngineProcess:
     """One engine that has loaded; leaving the `with` ends it."""
 
-    def __init__(self, contestant: Contestant, environments: Path, load: Load) -> None:
+    def __init__(
+        self,
+        contestant: Contestant,
+        environments: Path,
+        load: Load,
+        *,
+        limit: float | None = None,
+    ) -> None:
         """Starts and loads it.
+
+        Args:
+            contestant: Which.
+            environments: Folder of the peers' environments.
+            load: What it is to load.
+            limit: Most seconds of a job; None waits.
 
         Raises:
             NotAvailable: There is no such environment, or the engine does not load.
         """
         self.contestant = contestant
+        self._environments, self._load, self._limit = environments, load, limit
+        self._process: subprocess.Popen[str]
+        self.facts = self._start()
+
+    def _start(self) -> Loaded:
+        contestant, environments = self.contestant, self._environments
         python, environment = sys.executable, dict(os.environ)
         if contestant.environment is not None:
             folder = environments / contestant.environment
@@ -71,9 +93,10 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            process_group=0,
         )
         try:
-            self.facts = Loaded(**self._ask({"load": asdict(load)}))
+            return Loaded(**self._ask({"load": asdict(self._load)}))
         except NotAvailable:
             self.close()
             raise
@@ -82,9 +105,16 @@ class EngineProcess:
         """Runs a job and checks that it decoded what was asked.
 
         Raises:
-            NotAvailable: The engine failed, or decoded another number of tokens.
+            NotAvailable: The engine failed, decoded another number of tokens, or took longer than
+                the limit; it is then begun anew.
         """
-        outcome = Outcome.from_json(self._ask({"run": asdict(job)}))
+        try:
+            outcome = Outcome.from_json(self._ask({"run": asdict(job)}, self._limit))
+        except TimeoutError as error:
+            self._kill()
+            self.close()
+            self.facts = self._start()
+            raise NotAvailable(str(error)) from None
         expected = tuple(node.decode for node in job.nodes)
         if outcome.num_generated != expected:
             raise NotAvailable(f"decoded {sum(outcome.num_generated)} tokens, not {sum(expected)}")
@@ -98,8 +128,13 @@ class EngineProcess:
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
+
+    def _kill(self) -> None:
+        """Ends the process and what it has started, such as a server."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def __enter__(self) -> Self:
         """Returns the process."""
@@ -114,10 +149,12 @@ class EngineProcess:
         """Ends it."""
         self.close()
 
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, request: Any, limit: float | None = None) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
+            if not select.select([self._process.stdout], [], [], limit)[0]:
+                raise TimeoutError(f"it took longer than {limit:g} s")
             answer = json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
             raise NotAvailable(f"the process ended ({self._process.poll()})") from None

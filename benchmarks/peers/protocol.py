@@ -69,6 +69,11 @@ class Job:
         return sum(node.decode for wave in self.waves[self.num_prepared :] for node in wave)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens given and decoded, in all waves."""
+        return sum(len(node.given) + node.decode for node in self.nodes)
+
+    @property
     def least_rows(self) -> int:
         """Rows of the model that the measured waves need if nothing is ever computed again.
 

@@ -63,7 +63,7 @@ def replays(data: Path, encode: Encode, *, is_quick: bool) -> list[Workload]:
     problems = read_json(data / "tree-of-thought" / "game24_tot.json")
     puzzles = read_json(data / "tree-of-thought" / "crosswords_dfs.json")
     trace = read_json(data / "claude-code" / "trace_0277.json")
-    visits, requests = (10, 6) if is_quick else (40, 14)
+    visits, requests = (10, 6) if is_quick else (20, 14)
     return [
         Workload("Game of 24", "game24", lambda i: game24_job(problems, i, encode, _salt(i))),
         Workload(

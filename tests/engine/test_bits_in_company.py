@@ -20,7 +20,6 @@ from agentkv_kernels.int8_weights import Int8Products
 
 TENANT = "t"
 LEVELS = native.available_levels()
-pytestmark = pytest.mark.skipif(not LEVELS, reason="no native kernels were compiled here")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 PROMPT = [3 + 7 * index % 90 for index in range(150)]
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=True)
