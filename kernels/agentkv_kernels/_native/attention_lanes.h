@@ -22,24 +22,29 @@ typedef struct {
     const int32_t *begins, *ends;  /* (count, WIDTH): what each sees of the task's positions */
 } LaneBlock;
 
-/* Scores of TOKENS tokens; `most` takes the largest. */
+/* Scores of some tokens, the first of which is `first` of its tile; `most` takes the largest. */
 INLINE void score_tokens(const int vectors, const int tokens, float *scores, const float *query,
-                         int64_t depth, const float *const *keys, vec *most) {
+                         int64_t depth, const float *const *keys, vec *most, Ahead ahead,
+                         int64_t first) {
     vec sums[LANE_TOKENS][LANE_VECTORS];
 #pragma GCC unroll 16
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) sums[t][v] = all(0.0f);
+    int64_t d = 0;
+    for (int i = 0; i < tokens; i++) {
+        fetch_ahead(ahead, first + i, first + i + 1);
 #pragma GCC unroll 4
-    for (int64_t d = 0; d < depth; d++) {
-        vec row[LANE_VECTORS];
+        for (; d < depth * (i + 1) / tokens; d++) {
+            vec row[LANE_VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) row[v] = load(query + (d * vectors + v) * WIDTH);
+            for (int v = 0; v < vectors; v++) row[v] = load(query + (d * vectors + v) * WIDTH);
 #pragma GCC unroll 16
-        for (int t = 0; t < tokens; t++) {
-            const vec key = all(keys[t][d]);
+            for (int t = 0; t < tokens; t++) {
+                const vec key = all(keys[t][d]);
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[t][v] = fused(key, row[v], sums[t][v]);
+                for (int v = 0; v < vectors; v++) sums[t][v] = fused(key, row[v], sums[t][v]);
+            }
         }
     }
 #pragma GCC unroll 16
@@ -56,12 +61,11 @@ INLINE void score_tile(const int vectors, float *scores, const float *query, int
                        const float *const *keys, int64_t count, vec *most, Ahead ahead) {
     const int step = vectors == 1 ? LANE_TOKENS : LANE_TOKENS / 2;
     int64_t t = 0;
-    for (; t + step <= count; t += step) {
-        fetch_ahead(ahead, t, t + step);
-        score_tokens(vectors, step, scores + t * vectors * WIDTH, query, depth, keys + t, most);
-    }
+    for (; t + step <= count; t += step)
+        score_tokens(vectors, step, scores + t * vectors * WIDTH, query, depth, keys + t, most, ahead,
+                     t);
     for (; t < count; t++)
-        score_tokens(vectors, 1, scores + t * vectors * WIDTH, query, depth, keys + t, most);
+        score_tokens(vectors, 1, scores + t * vectors * WIDTH, query, depth, keys + t, most, ahead, t);
 }
 
 /* Which queries of a vector see a position. */
@@ -74,7 +78,7 @@ INLINE lane_mask seen_at(int_vec begin, int_vec end, int32_t position) {
 INLINE void add_dims(const int vectors, const int dims, const int partly, float *sums,
                      const vec *factors, const float *weights, const float *const *values,
                      int64_t offset, int64_t count, const int_vec *begins, const int_vec *ends,
-                     int32_t from) {
+                     int32_t from, Ahead ahead) {
     vec acc[LANE_DIMS][LANE_VECTORS];
 #pragma GCC unroll 16
     for (int d = 0; d < dims; d++)
@@ -83,6 +87,7 @@ INLINE void add_dims(const int vectors, const int dims, const int partly, float 
             acc[d][v] = load(sums + (d * vectors + v) * WIDTH) * factors[v];
     for (int64_t t = 0; t < count; t++) {
         const float *value = values[t] + offset;
+        if (t < ahead.count) __builtin_prefetch(ahead.tokens[t] + ahead.bytes, 0, 2);
         vec row[LANE_VECTORS];
         lane_mask seen[LANE_VECTORS];
 #pragma GCC unroll 4
@@ -175,9 +180,12 @@ INLINE void attend_lanes(const int vectors, const int partly, const LaneBlock *b
     }
     const int dims = vectors == 1 ? LANE_DIMS : LANE_DIMS / 2;
     for (int64_t d = 0; d < width; d += dims) {
-        fetch_ahead(ahead[1], d * TILE / width, (d + dims) * TILE / width);
+        /* A line of the values ahead for each token, in those of the calls that begin one. */
+        const int64_t line = d * ahead[1].bytes / width / 64 * 64;
+        const int is_new = d == 0 || line != (d - dims) * ahead[1].bytes / width / 64 * 64;
+        const Ahead lines = {ahead[1].tokens, is_new ? ahead[1].count : 0, line};
         add_dims(vectors, dims, partly, block->sums + d * vectors * WIDTH, factors, scores, values, d,
-                 count, begins, ends, from);
+                 count, begins, ends, from, lines);
     }
 }
 

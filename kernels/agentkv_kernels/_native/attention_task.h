@@ -54,16 +54,14 @@ static void attend_block(const Pass *pass, Scratch *s, int64_t first, int count,
                s->values.rows, begin, end);
 }
 
-/* Attends the queries that are not lanes to tokens [begin, begin + count) of a task. */
-static void attend_tile(const Pass *pass, Scratch *s, int64_t begin, int64_t count,
-                        const Ahead ahead[2]) {
+/* Attends the queries that are not lanes to tokens [begin, begin + count) of a task. Few of them wait for
+ * memory however early it is asked. */
+static void attend_tile(const Pass *pass, Scratch *s, int64_t begin, int64_t count) {
     const int64_t group = pass->layer->group, lead = begin % PARTS, end = lead + count;
     const int64_t num_vectors = (end + WIDTH - 1) / WIDTH, origin = begin - lead;
     for (int64_t t = 0; t < lead; t++) s->keys.rows[t] = s->zeros;
     for (int64_t t = end; t < num_vectors * WIDTH; t++) s->keys.rows[t] = s->zeros;
-    fetch_ahead(ahead[0], 0, TILE);
     transpose_keys(s->columns, s->keys.rows, num_vectors, pass->depth);
-    fetch_ahead(ahead[1], 0, TILE);
     for (int64_t first = s->num_lanes, last; first < s->num_queries; first = last) {
         last = first + BLOCK < s->num_queries ? first + BLOCK : s->num_queries;
         const int seen = seen_by(s, first, last, begin, count);
@@ -154,7 +152,7 @@ static void attend_span(const Pass *pass, Scratch *s, const Task *task, int64_t 
         const Ahead ahead[2] = {{next->keys, num_next, x->head_dim * item},
                                 {next->values, num_next, x->v_head_dim * item}};
         if (s->num_lanes) attend_lane_tile(pass, s, begin, count, ahead);
-        if (s->num_queries > s->num_lanes) attend_tile(pass, s, begin, count, ahead);
+        if (s->num_queries > s->num_lanes) attend_tile(pass, s, begin, count);
         begin = after, count = num_next;
     }
 }

@@ -11,6 +11,7 @@
 
 #include <math.h>
 
+enum { MOST_COLUMNS = 4 }; /* vectors side by side, of few queries */
 enum { BLOCK = 6 }; /* query vectors in registers at once: 6 x COLUMNS sums leave room for the rest */
 enum { PARTS = 16 }; /* sums of which a tile's sum of weights is made */
 
@@ -30,7 +31,7 @@ INLINE const float *row_of(Rows rows, int64_t i) {
 INLINE void product_tile(const int num_rows, const int num_columns, float *c, int64_t c_stride,
                          const float *factor, const float *a, int64_t a_stride, Rows b,
                          int64_t offset, int64_t begin, int64_t end) {
-    vec sums[BLOCK][COLUMNS];
+    vec sums[BLOCK][MOST_COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 4
@@ -40,7 +41,7 @@ INLINE void product_tile(const int num_rows, const int num_columns, float *c, in
         }
     for (int64_t k = begin; k < end; k++) {
         const float *from = row_of(b, k) + offset;
-        vec row[COLUMNS];
+        vec row[MOST_COLUMNS];
 #pragma GCC unroll 4
         for (int v = 0; v < num_columns; v++) row[v] = load(from + v * WIDTH);
 #pragma GCC unroll 8
@@ -60,9 +61,10 @@ INLINE void product_tile(const int num_rows, const int num_columns, float *c, in
 INLINE void product_rows(const int num_rows, int64_t num_vectors, float *c, int64_t c_stride,
                          const float *factor, const float *a, int64_t a_stride, Rows b,
                          int64_t begin, int64_t end) {
+    const int columns = num_rows <= 3 ? MOST_COLUMNS : COLUMNS; /* enough sums to be added at once */
     int64_t v = 0;
-    for (; v + COLUMNS <= num_vectors; v += COLUMNS)
-        product_tile(num_rows, COLUMNS, c + v * WIDTH, c_stride, factor, a, a_stride, b, v * WIDTH,
+    for (; v + columns <= num_vectors; v += columns)
+        product_tile(num_rows, columns, c + v * WIDTH, c_stride, factor, a, a_stride, b, v * WIDTH,
                      begin, end);
     for (; v + 2 <= num_vectors; v += 2)
         product_tile(num_rows, 2, c + v * WIDTH, c_stride, factor, a, a_stride, b, v * WIDTH, begin,

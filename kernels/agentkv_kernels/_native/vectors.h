@@ -172,14 +172,6 @@ INLINE vec tanh_of(vec x) {
     return 1.0f - 2.0f / (power_of_two(x * 2.8853901f) + 1.0f);
 }
 
-/* x[i] becomes the sum of row i: sums neighbours, halving each vector at every stage. */
-INLINE vec sums_of_rows(vec *x) {
-    for (int count = WIDTH; count > 1; count /= 2)
-        for (int i = 0; i < count / 2; i++)
-            x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
-    return x[0];
-}
-
 /* Transposes WIDTH vectors: each stage interleaves the two halves of the list. */
 INLINE void transpose(vec *x) {
     vec y[WIDTH];
