@@ -14,7 +14,8 @@ The recorded texts are not forced: OpenVINO GenAI can force a text but not its t
 27 for texts of 19 to 21), and AgentKV commits what a grammar forces without a step each. Either
 would be other work than a step a token, which transformers, vLLM and llama.cpp would go on doing.
 
-Everything, with all engines, takes about 12 minutes on two quiet cores. An engine that needs longer
+Everything takes about ten minutes on two quiet cores without transformers, whose two ways take some
+twenty more (`--engine`, as often as wanted, names those that run). An engine that needs longer
 than `--patience` for a job, preparation included, runs it once; one that needs longer than
 `--limit` is stopped and begun anew, has no figure, and is not asked for larger jobs of that kind,
 like one that fails. The JSON file is written after each

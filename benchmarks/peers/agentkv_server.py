@@ -28,9 +28,9 @@ from benchmarks.peers.protocol import (
 )
 
 SETTINGS = (
-    "agentkv serve with its defaults, on the loopback interface; branches alike by one "
-    "GenerateBranches, others by Fork, Extend and Generate, the calls of a wave at once; a tree is "
-    "released by one call at the end"
+    "agentkv serve on the loopback interface, without a tier below the pool, as the others have "
+    "none; branches alike by one GenerateBranches, others by Fork, Extend and Generate, the calls "
+    "of a wave at once; a tree is released by one call at the end"
 )
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
@@ -150,7 +150,8 @@ def _start(load: Load) -> tuple[subprocess.Popen[str], str]:
     """Starts the server and waits for its READY line."""
     command = [
         *(sys.executable, "-m", "agentkv", "serve", "--model", load.gguf, "--port", "0"),
-        *("--kv-memory", str(load.kv_bytes), "--threads", str(load.num_threads)),
+        *("--kv-memory", str(load.kv_bytes), "--host-blocks", "0"),
+        *("--threads", str(load.num_threads)),
     ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

@@ -156,7 +156,7 @@ class EngineProcess:
             if not select.select([self._process.stdout], [], [], limit)[0]:
                 raise TimeoutError(f"it took longer than {limit:g} s")
             answer = json.loads(self._process.stdout.readline())
-        except (BrokenPipeError, json.JSONDecodeError):
+        except (BrokenPipeError, ValueError):  # it is closed, or said nothing
             raise NotAvailable(f"the process ended ({self._process.poll()})") from None
         if "error" in answer:
             raise NotAvailable(answer["error"])

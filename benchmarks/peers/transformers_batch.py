@@ -36,6 +36,8 @@ class TransformersBatch:
             ),
         )
         self._manager.start()
+        # Its thread makes the cache when the first request comes, beside whoever is measured then.
+        self._decode([Prompt((1, 2), num_tokens=1, count=1)])
 
     def loaded(self) -> Loaded:
         """Describes the engine."""
