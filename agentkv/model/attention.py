@@ -9,7 +9,7 @@ This file knows no pool and no plan: what a layer's call does is up to the step 
 by name, every argument it does not understand: an ignored one would be a silently wrong model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -62,6 +62,23 @@ class AttentionStep(Protocol):
     def attend(self, call: LayerCall) -> Tensor:
         """Answers one layer: (num_rows, num_query_heads, head_dim)."""
         ...
+
+
+class Witness:
+    """Attention that writes down what it is asked, and answers what it is told to.
+
+    The calls keep their tensors alive, so two layers that hand over the same storage share KV.
+    """
+
+    def __init__(self, answer: Callable[[LayerCall], Tensor]) -> None:
+        self.calls: list[LayerCall] = []
+        """In the order of the layers' calls."""
+        self._answer = answer
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """Answers one layer."""
+        self.calls.append(call)
+        return self._answer(call)
 
 
 def _attention(

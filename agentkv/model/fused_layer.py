@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from agentkv.errors import UnsupportedModelError
-from agentkv.model.attention import AttentionStep, LayerCall
+from agentkv.model.attention import AttentionStep, LayerCall, Witness
 from agentkv.model.layer_parts import parts_of
 from agentkv.model.paged_step import PagedStep
 from agentkv_kernels.cpu_native import Modifiers
@@ -143,23 +143,11 @@ def _join(fused: Sequence[FusedLayer], kernels: Int8Layers) -> None:
                 layer.stretch = stretch
 
 
-class _Recorder:
-    """Attention that writes down what it is asked, and answers random numbers."""
-
-    def __init__(self, answer: Tensor) -> None:
-        self.calls: list[LayerCall] = []
-        self._answer = answer
-
-    def attend(self, call: LayerCall) -> Tensor:
-        self.calls.append(call)
-        return self._answer
-
-
 def _take_over(layer: Any, parts: LayerParts, kernels: Int8Layers) -> FusedLayer | None:
     """Compares the short way with a layer's own on a few rows; the layer takes it if they agree."""
     plain = layer.forward
     trial = _Trial.of(parts)
-    own, ours = _Recorder(trial.attended), _Recorder(trial.attended)
+    own, ours = Witness(lambda _: trial.attended), Witness(lambda _: trial.attended)
     try:
         expected = plain(
             trial.hidden,

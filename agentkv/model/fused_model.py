@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.angle_table import AngleTable
-from agentkv.model.attention import AttentionStep, LayerCall
+from agentkv.model.attention import AttentionStep, LayerCall, Witness
 from agentkv.model.fused_layer import FusedLayer, agree
 from agentkv.model.int8_linear import Int8Linear
 from agentkv.model.layer_parts import norm_of
@@ -110,16 +110,10 @@ def _parts_of(model: Any, fused: Sequence[FusedLayer]) -> FusedModel | None:
     return FusedModel(decoder.embed_tokens, table, tuple(fused), norm, head)
 
 
-class _Answers:
-    """Attention that answers numbers of its own for each layer, the same in every pass."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-
-    def attend(self, call: LayerCall) -> Tensor:
-        self.layers.append(call.layer)
-        generator = torch.Generator().manual_seed(call.layer)
-        return torch.randn(call.query.shape, generator=generator)
+def _numbers(call: LayerCall) -> Tensor:
+    """Answers numbers of each layer's own, the same in every pass."""
+    generator = torch.Generator().manual_seed(call.layer)
+    return torch.randn(call.query.shape, generator=generator)
 
 
 def _is_the_same(model: Any, short: FusedModel) -> bool:
@@ -127,7 +121,7 @@ def _is_the_same(model: Any, short: FusedModel) -> bool:
     positions = torch.tensor([_TRIAL_POSITIONS])
     tokens = torch.tensor([[1, 7, 19]])
     rows = torch.tensor([0, 2])
-    own, ours = _Answers(), _Answers()
+    own, ours = Witness(_numbers), Witness(_numbers)
     with torch.inference_mode():
         try:
             expected = model(
@@ -140,4 +134,5 @@ def _is_the_same(model: Any, short: FusedModel) -> bool:
         except (TypeError, ValueError, UnsupportedModelError):  # it needs something else as well
             return False
         found = short.forward(tokens, positions, rows, ours).logits
-    return own.layers == ours.layers and agree(found, expected)
+    layers, expected_layers = ([call.layer for call in each.calls] for each in (ours, own))
+    return layers == expected_layers and agree(found, expected)

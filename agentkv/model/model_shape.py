@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from agentkv.errors import UnsupportedModelError
 from agentkv.model.attention import (
     LayerCall,
+    Witness,
     check_called_once,
     forward,
     use_agentkv_attention,
@@ -89,7 +90,7 @@ def describe_model(model: PreTrainedModel) -> ModelShape:
     check_supported(model.config)
     _check_head(model)
     use_agentkv_attention(model)
-    witness = _Witness()
+    witness = Witness(_zeros)
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         logits = forward(model, witness, zero, zero, zero)
@@ -105,20 +106,9 @@ def describe_model(model: PreTrainedModel) -> ModelShape:
     )
 
 
-class _Witness:
-    """Attention that only writes down what it is asked.
-
-    The calls keep their tensors alive, so two layers that hand over the same storage share KV.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[LayerCall] = []
-
-    def attend(self, call: LayerCall) -> Tensor:
-        """Answers zeros."""
-        self.calls.append(call)
-        num_rows, num_heads, _ = call.query.shape
-        return call.query.new_zeros(num_rows, num_heads, call.value.shape[-1])
+def _zeros(call: LayerCall) -> Tensor:
+    num_rows, num_heads, _ = call.query.shape
+    return call.query.new_zeros(num_rows, num_heads, call.value.shape[-1])
 
 
 def _num_layers(model: PreTrainedModel) -> int:
