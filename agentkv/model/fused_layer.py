@@ -105,20 +105,20 @@ class Stretch:
         self.layers = tuple(layers)
         self._kernels = kernels
         self._indices = tuple(layer.call.layer for layer in layers)
-        self._run: tuple[PagedStep, LayerRun] | None = None
+        self._run: LayerRun | None = None
 
     def forward(self, hidden: Tensor, angles: Angles, step: PagedStep) -> Tensor | None:
         """Computes all layers; arguments as of one. None where they must be computed one by one."""
         view = step.native_view(self._indices)
         if view is None:
             return None
-        if self._run is None or self._run[0] is not step:
+        if self._run is None or self._run.caches is not view.caches:
             call = self.layers[0].call
             modifiers = Modifiers(call.scale, call.window, call.softcap)
             parts = [layer.parts for layer in self.layers]
-            self._run = step, LayerRun(parts, view.caches, modifiers)
+            self._run = LayerRun(parts, view.caches, modifiers)
         step.before_waiting()
-        out = self._kernels.run(self._run[1], hidden, angles, view.slots, view.plan)
+        out = self._kernels.run(self._run, hidden, angles, view.slots, view.plan)
         if out is not None:
             step.layers.extend(self._indices)
         return out

@@ -26,7 +26,7 @@ class NativeView(NamedTuple):
     """What a kernel needs that computes whole layers, their attention included."""
 
     caches: tuple[LayerCaches, ...]
-    """Of each layer."""
+    """Of each layer; the same tuple in every pass over the same pool."""
     slots: Tensor | None
     """Where the rows' KV goes, (num_rows,) int64; None: nowhere."""
     plan: AttentionPlan
@@ -113,6 +113,7 @@ class PagedStep:
         self._rows: StepRows | None = None
         self._reader: Reader | None = None
         self._meanwhile: Callable[[], None] = nothing
+        self._caches: dict[tuple[int, ...], tuple[LayerCaches, ...] | None] = {}
 
     def begin(
         self, rows: StepRows, reader: Reader, meanwhile: Callable[[], None] = nothing
@@ -139,10 +140,19 @@ class PagedStep:
     def native_view(self, layers: Sequence[int]) -> NativeView | None:
         """Returns what a native kernel needs to compute some layers; None where `attend` must."""
         assert self._rows is not None, "no pass has begun"
-        reader, kv = self._reader, self._kv
+        reader = self._reader
         if not isinstance(reader, PlanReader) or not reader.is_plain:
             return None
-        if kv.shape.device.type != "cpu" or not all(kv.owns_kv(layer) for layer in layers):
+        caches = self._native_caches(tuple(layers))
+        if caches is None:
             return None
-        caches = tuple(LayerCaches(*kv.layer(layer), kv.scales(layer)) for layer in layers)
         return NativeView(caches, self._rows.slots if self._rows.is_writing else None, reader.plan)
+
+    def _native_caches(self, layers: tuple[int, ...]) -> tuple[LayerCaches, ...] | None:
+        """Finds where some layers' KV lies, once; None unless a native kernel may write it."""
+        if layers not in self._caches:
+            kv = self._kv
+            is_native = kv.shape.device.type == "cpu" and all(map(kv.owns_kv, layers))
+            found = (LayerCaches(*kv.layer(layer), kv.scales(layer)) for layer in layers)
+            self._caches[layers] = tuple(found) if is_native else None
+        return self._caches[layers]

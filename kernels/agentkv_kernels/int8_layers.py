@@ -76,7 +76,7 @@ class LayerRun:
         """
         assert len({_layout(cache) for cache in caches}) == 1, "the layers' caches differ"
         self.parts = tuple(parts)
-        self.caches = tuple(caches)
+        self.caches = caches
         self.modifiers = modifiers
         packed = b"".join(_packed(*layer) for layer in zip(parts, caches, strict=True))
         self._decoders = ctypes.create_string_buffer(packed, len(packed))
