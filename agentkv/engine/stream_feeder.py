@@ -75,19 +75,18 @@ class StreamFeeder:
         if now < stream.due_at and not source.is_done:
             self._held[source] = None
             return
+        self._held.pop(source, None)
         stream.due_at = now + self._least_interval
         self.feed(stream)
 
     def tell_held(self, *, is_idle: bool) -> None:
         """Feeds what was held back and is due; all of it where no news are to follow soon."""
-        if not self._held:
-            return
-        now = time.monotonic()
-        for source in list(self._held):
-            stream = self._streams.get(source)
-            if stream is None or is_idle or now >= stream.due_at:
-                del self._held[source]
+        held, self._held = self._held, {}
+        for source in held:
+            if is_idle:
                 self.tell(source)
+            else:
+                self.tell_paced(source)
 
     def cancel(self, stream: EngineStream[Any], end: Callable[[Any], None]) -> None:
         """Ends the source of a stream that is not read any more."""
