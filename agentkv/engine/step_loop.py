@@ -63,23 +63,24 @@ class StepLoop:
         """Runs one step; returns the operations that have news.
 
         Args:
-            meanwhile: Called once: while a batch is computed, as the runner says, or at once.
+            meanwhile: Called once, unless the batch fails before: while it is computed, as the
+                runner says, or at once where there is none to compute.
         """
         self._tick()
         self._take_in_fetched(0)
         step = self.scheduler.schedule()
-        if step is None or not step.works:
-            meanwhile()
         if step is None:
+            meanwhile()
             if self.scheduler.has_work:  # all that is left waits for the disk
                 self._take_in_fetched(FETCH_WAIT)
             return []
         events = list(step.refused)
         if step.fetches and self._mover is not None:
             self._mover.fetch(step.fetches)
-        if step.moves and not self._move(step):
-            return self._dispatch(events)
-        if step.works:
+        has_moved = not step.moves or self._move(step)
+        if not (has_moved and step.works):
+            meanwhile()
+        else:
             allowed = [sample.allowed for sample in step.batch.samples]
             self._masks.begin([item for item in allowed if isinstance(item, GrammarMatcher)])
             try:
